@@ -1,0 +1,116 @@
+"""The client's half of a restore: root and table become load tasks, collections and plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from veloc_dask import collections
+from veloc_dask.errors import IntegrityError, VelocError
+from veloc_dask.scheduler_plugin import internals, load_block, messages
+from veloc_dask.storage import reader, table
+from veloc_dask.storage import root as roots
+from veloc_dask.storage.reader import BlockRef
+
+if TYPE_CHECKING:
+    from veloc_dask.checkpointer import Checkpointer
+
+READS_AT_ONCE = 16
+
+
+async def rebuild(checkpointer: Checkpointer, found: dict[str, Any], select: Sequence[str] | None) -> Any:
+    """The saved value from what `catalog.fetch` found: collections of load tasks, futures, and plain objects."""
+    root = roots.decode(found["root"], where=f"root of {checkpointer.name!r} {found['directory']}")
+    assert isinstance(root, roots.Root)
+    what = f"{checkpointer.name!r} version {root.version}"
+    refs = block_refs(root, found["segments"], durable=found["level"] == "durable", what=what)
+    structure = collections.select_nodes(root.structure, select, what)
+    needed = collections.items_in(structure, root.items)
+    plain = await _read_plain(checkpointer, root, refs, needed, what)
+
+    def task(key: Any, item: int, position: int) -> Any:
+        return internals.load_task(key, load_block, [refs[item][position]])
+
+    prefix = f"veloc-load-{found['lease']}"
+    assembler = collections.Assembler(root.items, prefix, task, plain, checkpointer.client)
+    value = assembler.build(structure)
+    if assembler.layers:
+        _release_with(checkpointer, found["lease"], assembler.layers)
+    else:
+        await checkpointer._release(found["lease"])
+    return value
+
+
+def block_refs(root: roots.Root, segments: dict[str, bytes], *, durable: bool, what: str) -> dict[int, list[bytes]]:
+    """Per item, the encoded reference of each block in C order of its grid; IntegrityError if one is missing."""
+    numbers = {item.spec.path: n for n, item in enumerate(root.items)}
+    refs = {n: [b""] * int(np.prod(item.spec.grid, dtype=np.int64)) for n, item in enumerate(root.items)}
+    for segment in root.segments:
+        data = segments.get(segment.path, b"")
+        if len(data) != segment.nbytes or roots.sha256(data) != segment.sha256:
+            raise IntegrityError(
+                f"{what}: table segment {segment.path} does not match its root (expected {segment.nbytes} bytes, found "
+                f"{len(data)}); verify the version, or restore another one"
+            )
+        for row in table.decode_segment(data):
+            spec = root.items[numbers[row.item]].spec if row.item in numbers else None
+            if spec is None or len(row.index) != len(spec.grid):
+                raise IntegrityError(f"{what}: the table lists a block {row.index} of unknown item {row.item!r}")
+            if any(i >= g for i, g in zip(row.index, spec.grid, strict=True)):
+                raise IntegrityError(f"{what}: block {row.index} is outside of item {row.item!r}")
+            position = int(np.ravel_multi_index(row.index, spec.grid)) if spec.grid else 0
+            nodes = (segment.node,) if segment.node else ()
+            ref = BlockRef(root.name, root.directory, table.encode_row(row), spec, nodes, durable or not segment.node)
+            refs[numbers[row.item]][position] = messages.encode(ref)
+    for number, blocks in refs.items():
+        if not all(blocks):
+            raise IntegrityError(
+                f"{what}: the table misses block {blocks.index(b'')} of item {root.items[number].spec.path!r}; "
+                "restore another version"
+            )
+    return refs
+
+
+async def _read_plain(
+    checkpointer: Checkpointer, root: roots.Root, refs: dict[int, list[bytes]], needed: set[int], what: str
+) -> dict[int, Any]:
+    """The plain objects among the needed items, decoded here."""
+    numbers = [n for n in sorted(needed) if root.items[n].kind in ("object", "meta")]
+    gate = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def read(number: int) -> Any:
+        ref = messages.decode(refs[number][0], BlockRef)
+        async with gate:
+            reply = await checkpointer._scheduler.veloc_read_stored(ref=refs[number][0])
+        stored = np.frombuffer(bytearray(reply["data"]), np.uint8)
+        try:
+            return reader.decode(table.decode_row(ref.row), ref.spec, stored, allow_pickle=reply["allow_pickle"])
+        except VelocError:
+            raise
+        except Exception as error:
+            raise VelocError(
+                f"item {ref.spec.path!r} of {what} cannot be rebuilt: {type(error).__name__}: {error}; make its class "
+                "importable here, or leave the item out with select="
+            ) from error
+
+    return dict(zip(numbers, await asyncio.gather(*(read(n) for n in numbers)), strict=True))
+
+
+def _release_with(checkpointer: Checkpointer, lease: str, layers: list[collections.Layer]) -> None:
+    """Tell the scheduler when no graph of this restore exists in this process any more."""
+    left = len(layers)
+    reference = weakref.ref(checkpointer)
+
+    def gone() -> None:
+        nonlocal left
+        left -= 1
+        alive = reference()
+        if left <= 0 and alive is not None and alive.client.status == "running":
+            alive._loop_call(lambda: alive._background(alive._release(lease)))
+
+    for layer in layers:
+        weakref.finalize(layer, gone).atexit = False

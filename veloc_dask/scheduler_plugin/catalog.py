@@ -1,0 +1,218 @@
+"""Which versions there are, at which level, and where their blocks lie: asked of the workers, put together on the scheduler.
+
+A version on the remote tier is durable. One that is not there is restorable from node-local tiers if one valid root is found
+and every table segment and every block that it lists is (design, section 5); anything less is reported, never skipped in
+silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from veloc_dask.storage.errors import BlockLost, CheckpointNotFound, VelocError
+
+if TYPE_CHECKING:
+    from veloc_dask.scheduler_plugin.space import Space
+
+logger = logging.getLogger("veloc_dask")
+
+
+class Lease:
+    """A restored version whose blocks a lazy graph of this cluster may still read."""
+
+    def __init__(self, directory: str, client: str, prefix: str) -> None:
+        self.directory = directory
+        self.client = client
+        self.prefix = prefix  # of the names of its load tasks
+        self.released = False  # the client has dropped the graph; tasks may still need the blocks
+
+
+class Version(msgspec.Struct, frozen=True):
+    """One version as the user sees it."""
+
+    version: int
+    level: str  # "durable", "local", or "incomplete"
+    nblocks: int
+    nbytes: int
+    created: str
+    directory: str
+    problem: str = ""  # of an incomplete one
+
+
+class LocalPart(msgspec.Struct, frozen=True):
+    """What one node holds of a version."""
+
+    directory: str
+    version: int
+    run: int
+    nblocks: int
+    nbytes: int
+    created: str
+    segments: tuple[str, ...]  # that the root lists
+    present: tuple[str, ...]  # of these, the valid ones on this node
+    missing: tuple[str, ...]  # blocks that its segments list and that no tier of it (nor the remote one) has
+    nmissing: int = 0
+
+
+class RemotePart(msgspec.Struct, frozen=True):
+    """A version on the remote tier."""
+
+    directory: str
+    version: int
+    nblocks: int
+    nbytes: int
+    created: str
+
+
+class RemoteList(msgspec.Struct, frozen=True):
+    versions: tuple[RemotePart, ...]
+    taken: tuple[int, ...]  # numbers in use, tombstones included
+    problems: tuple[str, ...]
+
+
+class Catalog(msgspec.Struct):
+    versions: list[Version]  # ascending; of one number the best one
+    taken: set[int]
+
+
+async def gather(space: Space) -> Catalog:
+    """Ask every node, and one worker about the remote tier."""
+    remote = RemoteList((), (), ())
+    trouble: VelocError | None = None
+    if space.config.remote is not None:
+        try:
+            reply = await space.on_node("", "list_remote")
+            remote = msgspec.msgpack.decode(reply, type=RemoteList)
+        except VelocError as error:
+            trouble = error
+            logger.warning("the remote tier of %s cannot be listed: %s", space.name, error)
+    parts: dict[str, list[LocalPart]] = {}
+    for reply in await space.on_nodes("list_local"):
+        for part in msgspec.msgpack.decode(reply, type=list[LocalPart]):
+            parts.setdefault(part.directory, []).append(part)
+    active = {d.save.directory for d in space.active()}
+    found: dict[int, Version] = {}
+    for r in remote.versions:
+        found[r.version] = Version(r.version, "durable", r.nblocks, r.nbytes, r.created, r.directory)
+    ranked = sorted(parts.items(), key=lambda p: (p[1][0].version, p[1][0].run, p[1][0].created))
+    for directory, held in ranked:
+        version = _local_version(directory, held)
+        before = found.get(version.version)
+        if directory in active and version.level != "local":
+            continue  # being written at this moment
+        if before is None or (before.level != "durable" and (version.level == "local" or before.level == "incomplete")):
+            found[version.version] = version
+    if trouble is not None and not found:
+        raise trouble
+    taken = {*remote.taken, *(v for v, f in found.items() if f.level != "incomplete")}
+    for problem in remote.problems:
+        logger.warning("%s: %s", space.name, problem)
+    return Catalog([found[v] for v in sorted(found)], taken)
+
+
+def _local_version(directory: str, held: list[LocalPart]) -> Version:
+    first = held[0]
+    present = {s for p in held for s in p.present}
+    problem = ""
+    if absent := sorted(set(first.segments) - present):
+        problem = f"{len(absent)} of {len(first.segments)} table segments are on no node of this cluster"
+    elif holes := sum(p.nmissing for p in held):
+        problem = f"{holes} of {first.nblocks} blocks are on no tier, the first one is {next(m for p in held for m in p.missing)}"
+    return Version(
+        first.version,
+        "incomplete" if problem else "local",
+        first.nblocks,
+        first.nbytes,
+        first.created,
+        directory,
+        problem,
+    )
+
+
+def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple[Version, list[str]]:
+    """The version to restore, and what to tell the user about newer ones that cannot be."""
+    known = sorted(versions, key=lambda v: v.version)
+    complete = [v for v in known if v.level != "incomplete"]
+    if version is not None:
+        for v in known:
+            if v.version == version and v.level == "incomplete":
+                raise BlockLost(
+                    f"{name!r} version {version} is incomplete: {v.problem}; start the workers on the nodes that wrote it "
+                    "(wait_for= waits for them), or restore another version"
+                )
+        complete = [v for v in complete if v.version == version]
+    if not complete:
+        there = ", ".join(str(v.version) for v in known if v.level != "incomplete") or "none"
+        what = f"{name!r} version {version}" if version is not None else f"a complete version of {name!r}"
+        problems = "".join(
+            f"; version {v.version} is incomplete: {v.problem}" for v in known if v.problem and version is None
+        )
+        raise CheckpointNotFound(f"{what} does not exist; complete versions: {there}{problems}")
+    best = complete[-1]
+    notes = [
+        f"{name!r} version {v.version} is newer but incomplete: {v.problem}" for v in known if v.version > best.version
+    ]
+    return best, notes
+
+
+async def fetch(space: Space, version: int | None, client: str) -> dict[str, Any]:
+    """Root and table of a version for a client, under a lease that keeps its blocks."""
+    best, notes = choose(space.name, (await gather(space)).versions, version)
+    lease_id = uuid.uuid4().hex
+    space.leases[lease_id] = Lease(best.directory, client, f"veloc-load-{lease_id}")
+    try:
+        if best.level == "durable":
+            replies = [
+                await space.on_node("", "read_version", directory=best.directory, version=best.version, remote=True)
+            ]
+        else:
+            replies = await space.on_nodes("read_version", directory=best.directory, version=best.version, remote=False)
+            replies = [r for r in replies if r["root"]]
+        if not replies:
+            raise BlockLost(f"{space.name!r} version {best.version}: its root vanished while it was read; try again")
+    except BaseException:
+        del space.leases[lease_id]
+        raise
+    return {
+        "lease": lease_id,
+        "directory": best.directory,
+        "level": best.level,
+        "root": replies[0]["root"],
+        "segments": {path: data for reply in replies for path, data in reply["segments"].items()},
+        "notes": notes,
+    }
+
+
+async def delete(space: Space, version: int) -> None:
+    """Remove one version everywhere."""
+    if any(d.save.version == version for d in space.active() if d.pins):
+        raise VelocError(f"{space.name!r} version {version} is being saved; wait for it first")
+    found = [v for v in (await gather(space)).versions if v.version == version]
+    if not found:
+        raise CheckpointNotFound(f"{space.name!r} version {version} does not exist")
+    pinned = sorted(space.pinned())
+    if space.config.remote is not None:
+        await space.on_node("", "delete", version=version, remote=True, pinned=pinned)
+    await space.on_nodes("delete", version=version, remote=False, pinned=pinned)
+
+
+async def verify(space: Space, version: int | None) -> dict[str, Any]:
+    """Read every block of a version and check it, on its nodes or on the remote tier."""
+    best, notes = choose(space.name, (await gather(space)).versions, version)
+    remote = best.level == "durable"
+    if remote:
+        replies = [await space.on_node("", "verify", directory=best.directory, version=best.version, remote=True)]
+    else:
+        replies = await space.on_nodes("verify", directory=best.directory, version=best.version, remote=False)
+    return {
+        "version": best.version,
+        "level": best.level,
+        "nblocks": sum(r["nblocks"] for r in replies),
+        "nbytes": sum(r["nbytes"] for r in replies),
+        "problems": [p for r in replies for p in r["problems"]] + notes,
+    }

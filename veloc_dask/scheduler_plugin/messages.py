@@ -1,0 +1,80 @@
+"""What crosses processes between client, scheduler and workers, as frozen structs encoded to bytes.
+
+Dask keys and row bytes travel beside them as plain message fields. ``storage_options`` may hold credentials: they are in
+`SpaceConfig` only, which is sent where it is needed and never pickled with a plugin, logged or stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from veloc_dask.storage import errors
+from veloc_dask.storage.errors import VelocError
+from veloc_dask.storage.root import Item
+from veloc_dask.storage.tiers import TierConfig
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class SpaceConfig(msgspec.Struct, frozen=True):
+    """Where the versions of one checkpoint name live, and how they are written."""
+
+    name: str
+    local: tuple[TierConfig, ...]
+    remote: str | None
+    storage_options: dict[str, Any] = {}
+    keep: int = 2
+    allow_pickle: bool = True
+    single_writer: bool = False
+
+    def __repr__(self) -> str:  # credentials stay out of logs
+        return f"SpaceConfig({self.name!r})"
+
+
+class SaveRequest(msgspec.Struct, frozen=True):
+    """What a client asks the scheduler to save. The keys of the blocks travel beside it, item by item."""
+
+    name: str
+    version: int | None
+    structure: Any
+    items: list[Item]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """How far a save has come."""
+
+    id: str
+    version: int
+    level: str  # "pending", "local", "protected", "durable"
+    done: bool  # nothing more will happen
+    error: tuple[str, str] | None = None  # class name in the error tree, message
+    nblocks: int = 0
+    captured: int = 0
+    flushed: int = 0
+    nbytes: int = 0  # of the blocks captured so far, as stored
+    flushed_nbytes: int = 0
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """An error as text that can be raised again in another process."""
+    if isinstance(error, VelocError):
+        return type(error).__name__, str(error)
+    return "VelocError", f"{type(error).__name__}: {error}"
+
+
+def rebuild_error(described: tuple[str, str]) -> VelocError:
+    kind, text = described
+    found = getattr(errors, kind, VelocError)
+    if not (isinstance(found, type) and issubclass(found, VelocError)):
+        found = VelocError
+    return found(text)

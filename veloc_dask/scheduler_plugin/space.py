@@ -1,0 +1,625 @@
+"""One checkpoint name on the scheduler: its workers and nodes, its saves under way, its versions and what must stay.
+
+Knows which worker has opened the name's tiers (and so may be given work), sends orders to workers in batches, and takes their
+reports. Asks a worker for everything that touches storage. What a save needs next is decided in `saves`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distributed.comm.core import CommClosedError
+from distributed.core import Status as WorkerStatus
+
+from veloc_dask.scheduler_plugin import internals, messages
+from veloc_dask.scheduler_plugin.catalog import Lease
+from veloc_dask.scheduler_plugin.internals import Key
+from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig
+from veloc_dask.scheduler_plugin.saves import ORDER_BATCH, BlockState, ProtectDriver, Save, SaveDriver, lost_blocks
+from veloc_dask.storage import layout
+from veloc_dask.storage.blocks import ItemSpec
+from veloc_dask.storage.errors import BlockLost, ConfigError, VelocError, VersionExists
+from veloc_dask.storage.remote import is_memory
+from veloc_dask.storage.root import Item
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
+
+    from veloc_dask.scheduler_plugin.scheduler import VelocPlugin
+
+logger = logging.getLogger("veloc_dask")
+
+NODE_GRACE_S = 30.0  # a nanny needs a few seconds to bring a worker back; after this the node counts as lost
+UNKNOWN_KEY_S = 60.0  # a graph that was submitted just before the save may still be on its way
+WATCH_S = 0.02
+SLICE = 2000  # blocks handled before the event loop gets its turn
+
+
+class Space:
+    """See the module. All methods run on the scheduler's event loop."""
+
+    def __init__(self, plugin: VelocPlugin, config: SpaceConfig) -> None:
+        self.plugin = plugin
+        self.scheduler: Scheduler = plugin.scheduler
+        self.config = config
+        self.name = config.name
+        self.run_uuid = plugin.run_uuid
+        self.run: int | None = None
+        self.nodes: dict[str, str] = {}  # worker address -> node uuid
+        self.open_errors: dict[str, VelocError] = {}  # worker address -> why it could not open the tiers
+        self.drivers: dict[str, SaveDriver] = {}  # by attempt; those that ended too, for their status
+        self.taken: set[int] = set()  # versions that exist or are under way
+        self.leases: dict[str, Lease] = {}
+        self.protection: ProtectDriver | None = None
+        self.protected: dict[Key, int] = {}  # key -> its block in `protection`
+        self._outstanding: dict[str, int] = defaultdict(int)  # worker -> blocks ordered and not reported
+        self.processes: set[str] = set()  # that have opened the space
+        self._run_lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._joined = asyncio.Event()
+
+    # -- workers and nodes ------------------------------------------------------------------------------------------
+
+    async def open_on(self, address: str) -> None:
+        """Have a worker open the tiers; remember its node, or why it failed."""
+        worker = self.scheduler.workers.get(address)
+        if worker is None:
+            return
+        limits = [w.memory_limit for w in self.scheduler.workers.values() if w.host == worker.host]
+        try:
+            reply = await self.scheduler.rpc(address).veloc_open(
+                config=messages.encode(self.config),
+                run_uuid=self.run_uuid,
+                workers_nbytes=sum(limits) if all(limits) else None,
+            )
+        except VelocError as error:
+            self.open_errors[address] = error
+            logger.warning("worker %s cannot be used for %s: %s", address, self.name, error)
+            return
+        except (OSError, CommClosedError) as error:
+            logger.info("worker %s left while it opened the tiers of %s: %s", address, self.name, error)
+            return
+        if address not in self.scheduler.workers:
+            return
+        self.processes.add(reply["process"])
+        if self.config.remote is not None and is_memory(self.config.remote) and len(self.processes) > 1:
+            self.open_errors[address] = ConfigError(
+                f"{self.name!r}: memory:// is one store per process, and this cluster has several worker processes: each would "
+                "see its own; use a cluster of threads (processes=False), or a directory"
+            )
+            return
+        self.open_errors.pop(address, None)
+        node = reply["node"]
+        others = {
+            w.host for a, n in self.nodes.items() if n == node and (w := self.scheduler.workers.get(a)) is not None
+        }
+        if others - {worker.host}:
+            logger.warning(
+                "%s and %s see the same tier marker: their local tiers of %s are one shared file system, not node-local",
+                worker.host,
+                next(iter(others)),
+                self.name,
+            )
+        self.nodes[address] = node
+        self._joined.set()
+        self._joined = asyncio.Event()
+        self.reflush(node)
+        self.dispatch()
+
+    def worker_left(self, address: str) -> None:
+        """Give its open orders to others; blocks that only its node holds wait for the node to come back."""
+        node = self.nodes.pop(address, None)
+        self.open_errors.pop(address, None)
+        self._outstanding.pop(address, None)
+        if node is None:
+            return
+        for driver in self.active():
+            save = driver.save
+            for number, worker in enumerate(save.workers):
+                if worker == address and save.states[number] == BlockState.ORDERED:
+                    self.want_again(driver, number)
+        self.reflush(node)
+        self.dispatch()
+        if node not in self.nodes.values():
+            asyncio.get_running_loop().call_later(NODE_GRACE_S, self._node_lost, node)
+
+    def reflush(self, node: str) -> None:
+        """Have the blocks that lie on a node, and that nobody flushes, flushed by one of its workers."""
+        if self.config.remote is None:
+            return
+        addresses = [a for a, n in self.nodes.items() if n == node]
+        if not addresses:
+            return
+        for driver in self.active():
+            if not driver.flushes:
+                continue
+            save = driver.save
+            numbers = [
+                n
+                for n, state in enumerate(save.states)
+                if state == BlockState.CAPTURED and save.nodes[n] == node and save.workers[n] not in self.nodes
+            ]
+            for start in range(0, len(numbers), ORDER_BATCH):
+                address = addresses[(start // ORDER_BATCH) % len(addresses)]
+                part = numbers[start : start + ORDER_BATCH]
+                for number in part:
+                    save.workers[number] = address
+                self._send(
+                    address,
+                    "veloc-flush",
+                    save=save.attempt,
+                    directory=save.directory,
+                    blocks=[(n, save.rows[n]) for n in part],
+                )
+
+    def _node_lost(self, node: str) -> None:
+        if node in self.nodes.values():
+            return
+        for driver in self.active():
+            save = driver.save
+            numbers = [n for n, s in enumerate(save.states) if s == BlockState.CAPTURED and save.nodes[n] == node]
+            hopeless = []
+            for number in numbers:
+                key = save.keys[number]
+                self.plugin.recovery.drop(key, save.directory)
+                save.set_lost(number, 0)
+                if key is not None and key in self.scheduler.tasks:
+                    self.want_again(driver, number)
+                else:
+                    hopeless.append(number)
+            if hopeless:
+                driver.fail(lost_blocks(save, hopeless))
+            elif numbers:
+                logger.warning(
+                    "node %s was lost: %d blocks of %s are captured again", node, len(numbers), save.directory
+                )
+        self.dispatch()
+
+    def _send(self, address: str, op: str, **message: Any) -> None:
+        self.scheduler.worker_send(address, {"op": op, "name": self.name, **message})
+
+    def workers_of(self, node: str) -> list[str]:
+        """Running workers on a node ("": on any), the least busy first."""
+        found = [
+            a
+            for a, n in self.nodes.items()
+            if (not node or n == node)
+            and (w := self.scheduler.workers.get(a)) is not None
+            and w.status in (WorkerStatus.running, WorkerStatus.paused, WorkerStatus.closing_gracefully)
+        ]
+        return sorted(
+            found, key=lambda a: (self.scheduler.workers[a].status != WorkerStatus.running, self._outstanding[a])
+        )
+
+    async def on_node(self, node: str, call: str, *, required: bool = True, **arguments: Any) -> Any:
+        """Call a worker of a node ("": of any), another one if it dies meanwhile; wait a while for one to join.
+
+        Without `required` any worker will do when the node has none. Errors of ours that the worker raises pass through.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + NODE_GRACE_S
+        last = "no worker has joined yet"
+        while True:
+            joined = self._joined
+            addresses = self.workers_of(node) or (self.workers_of("") if not required else [])
+            for address in addresses:
+                try:
+                    worker: Any = self.scheduler.rpc(address)
+                    return await worker.veloc_call(name=self.name, call=call, arguments=arguments)
+                except VelocError:
+                    raise
+                except (OSError, CommClosedError) as error:
+                    last = f"{address}: {error}"
+            if addresses:
+                await asyncio.sleep(0.1)  # until the scheduler has noticed that they are gone
+            else:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await joined.wait()
+                except TimeoutError:
+                    pass
+            if loop.time() >= deadline:
+                where = f"node {node}" if node else "the cluster"
+                problem = next(iter(self.open_errors.values()), None)
+                raise BlockLost(
+                    f"{self.name!r}: no worker of {where} can be reached ({problem or last}); start a worker there and try again"
+                )
+
+    async def on_nodes(self, call: str, **arguments: Any) -> list[Any]:
+        """Call one worker of each node; nodes that fail are logged and left out."""
+        nodes = sorted(set(self.nodes.values()))
+        replies = await asyncio.gather(*(self.on_node(n, call, **arguments) for n in nodes), return_exceptions=True)
+        good = []
+        for node, reply in zip(nodes, replies, strict=True):
+            if isinstance(reply, BaseException):
+                logger.warning("%s on node %s failed: %s", call, node, reply)
+            else:
+                good.append(reply)
+        return good
+
+    async def wait_for_workers(self, count: int, timeout_s: float) -> None:
+        """Until `count` nodes have joined (at least one worker)."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while len(set(self.nodes.values())) < max(1, count):
+            if self.open_errors and not self.nodes:
+                raise next(iter(self.open_errors.values()))
+            joined = self._joined
+            try:
+                async with asyncio.timeout_at(min(deadline, loop.time() + 0.5)):
+                    await joined.wait()
+            except TimeoutError:
+                if loop.time() >= deadline:
+                    raise ConfigError(
+                        f"{self.name!r}: expected {max(1, count)} node(s) within {timeout_s:g} s, found "
+                        f"{len(set(self.nodes.values()))}; start the workers first, or ask for fewer with wait_for="
+                    ) from None
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def choose_version(self, version: int | None) -> int:
+        """The next free number, or the given one if it is free."""
+        newest = max(self.taken, default=0)
+        if version is None:
+            if newest >= layout.MAX_VERSION:
+                raise VersionExists(f"{self.name!r}: version numbers are used up at {newest}; save under another name")
+            return newest + 1
+        if version in self.taken:
+            raise VersionExists(
+                f"{self.name!r} version {version} exists already; give a number above {newest}, or none"
+            )
+        if version < newest and self.taken:
+            raise VersionExists(
+                f"{self.name!r} version {version} is below the newest one, {newest}; version numbers only grow"
+            )
+        return version
+
+    async def start_save(self, request: SaveRequest, keys: list[list[Key]], plain: dict[int, bytes]) -> Save:
+        """Take a save over from a client: from here on it belongs to the scheduler and the workers."""
+        version = self.choose_version(request.version)
+        self.taken.add(version)
+        save = Save(self, version, request.structure, request.items)
+        driver = SaveDriver(save)
+        self.drivers[save.attempt] = driver
+        for item, item_keys in enumerate(keys):
+            for handled, number in enumerate(save.add_blocks(item, item_keys)):
+                if item in plain:
+                    save.plain[number] = plain[item]
+                    save.keys[number] = None
+                if handled % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)
+        await self._want_all(driver, range(len(save.keys)))
+        driver.start()
+        self.dispatch()
+        return save
+
+    async def _want_all(self, driver: SaveDriver, numbers: range) -> None:
+        save = driver.save
+        known: list[Key] = []
+        unknown: list[Key] = []
+        for number in numbers:
+            key = save.keys[number]
+            if key is not None:
+                (known if key in self.scheduler.tasks else unknown).append(key)
+                self.plugin.want(key, driver, number)
+            if number % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+        if known and driver.pins:
+            # the save goes on when the client leaves or drops its futures: the save itself wants the keys
+            self.scheduler.client_desires_keys(known, save.client)
+        if unknown:
+            self.plugin.unknown.update(dict.fromkeys(unknown, driver))
+            asyncio.get_running_loop().call_later(UNKNOWN_KEY_S, self._check_unknown, driver, unknown)
+
+    def _check_unknown(self, driver: SaveDriver, keys: list[Key]) -> None:
+        missing = [k for k in keys if k in self.plugin.unknown]
+        for key in missing:
+            del self.plugin.unknown[key]
+        if missing:
+            driver.fail(
+                BlockLost(
+                    f"{self.name!r} version {driver.save.version}: key {missing[0]!r} is not known to the scheduler; "
+                    "its future was released or cancelled before it was saved"
+                )
+            )
+
+    def want_again(self, driver: SaveDriver, number: int) -> None:
+        """A block that was ordered, or captured on a node that is lost, must be captured once more."""
+        save = driver.save
+        save.states[number] = BlockState.WANTED
+        save.workers[number] = ""
+        key = save.keys[number]
+        if key is None:
+            return  # a plain object: its bytes are still here
+        if key not in self.scheduler.tasks:
+            driver.fail(
+                BlockLost(f"{save.describe(number)}: {key!r} was cancelled or lost before it was captured; save again")
+            )
+            return
+        self.plugin.want(key, driver, number)
+        if driver.pins:
+            self.scheduler.client_desires_keys([key], save.client)
+
+    def active(self) -> list[SaveDriver]:
+        return [d for d in self.drivers.values() if not d.save.done]
+
+    def dispatch(self) -> None:
+        """Order the capture of every wanted block whose value is in memory somewhere."""
+        self.plugin.dispatch_soon(everything=True)
+        for driver in self.active():
+            if driver.save.plain:
+                self._order_plain(driver)
+
+    def _order_plain(self, driver: SaveDriver) -> None:
+        save = driver.save
+        for number, data in list(save.plain.items()):
+            if save.states[number] != BlockState.WANTED:
+                continue
+            addresses = self.workers_of("")
+            if not addresses:
+                return
+            self._assign(save, number, addresses[0])
+            self._send_order(driver, addresses[0], plain=[(number, save.item_of[number], data)])
+
+    def _send_order(
+        self,
+        driver: SaveDriver,
+        address: str,
+        *,
+        blocks: Sequence[tuple[int, Key, int, tuple[int, ...]]] = (),
+        plain: Sequence[tuple[int, int, bytes]] = (),
+    ) -> None:
+        save = driver.save
+        items = {b[2] for b in blocks} | {p[1] for p in plain}
+        self._send(
+            address,
+            "veloc-capture",
+            save=save.attempt,
+            directory=save.directory,
+            specs=[(i, messages.encode(save.items[i].spec)) for i in items],
+            blocks=list(blocks),
+            plain=list(plain),
+            flush=driver.flushes and self.config.remote is not None,
+        )
+
+    def _assign(self, save: Save, number: int, address: str) -> None:
+        save.states[number] = BlockState.ORDERED
+        save.workers[number] = address
+        self._outstanding[address] += 1
+
+    def order(self, wanted: Iterable[tuple[SaveDriver, int]]) -> list[tuple[SaveDriver, int]]:
+        """Send capture orders for blocks in memory; returns those for which no worker is ready yet."""
+        batches: dict[tuple[str, str], list[tuple[int, Key, int, tuple[int, ...]]]] = defaultdict(list)
+        drivers = {}
+        left = []
+        for driver, number in wanted:
+            save = driver.save
+            if save.done or save.states[number] != BlockState.WANTED:
+                continue
+            key = save.keys[number]
+            ts = self.scheduler.tasks.get(key)
+            if ts is None or not ts.who_has:
+                left.append((driver, number))
+                continue
+            if ts.actor:
+                driver.fail(
+                    VelocError(
+                        f"{save.describe(number)}: is an actor; actors live in one worker's memory and are not saved"
+                    )
+                )
+                continue
+            addresses = [w.address for w in ts.who_has if w.address in self.nodes]
+            if not addresses:
+                left.append((driver, number))
+                continue
+            address = min(addresses, key=lambda a: self._outstanding[a])
+            self._assign(save, number, address)
+            batches[address, save.attempt].append((number, key, save.item_of[number], save.index_of[number]))
+            drivers[save.attempt] = driver
+        for (address, attempt), blocks in batches.items():
+            for start in range(0, len(blocks), ORDER_BATCH):
+                self._send_order(drivers[attempt], address, blocks=blocks[start : start + ORDER_BATCH])
+        return left
+
+    # -- protection without a version -------------------------------------------------------------------------------
+
+    async def protect(self, keys: list[Key]) -> None:
+        """Keep these keys recoverable from now on, until they are forgotten or unprotected."""
+        if self.protection is None:
+            self.protection = ProtectDriver(Save(self, 0, None, []))
+            self.protection.save.directory = layout.protected_name(self.run_uuid)
+            self.drivers[self.protection.save.attempt] = self.protection
+        save = self.protection.save
+        first = len(save.keys)
+        for key in keys:
+            if key not in self.protected:
+                path = layout.key_path(key)
+                save.items.append(Item("object", ItemSpec(path, "blocks", ())))
+                (number,) = save.add_blocks(len(save.items) - 1, [key])
+                self.protected[key] = number
+                self.plugin.protectors.setdefault(key, []).append(self)
+        await self._want_all(self.protection, range(first, len(save.keys)))
+        self.dispatch()
+
+    def unprotect(self, key: Key) -> None:
+        """Drop a key's own snapshot (those in versions stay)."""
+        number = self.protected.pop(key, None)
+        if number is None or self.protection is None:
+            return
+        save = self.protection.save
+        self.plugin.unwant(key, self.protection, number)
+        self.plugin.recovery.drop(key, save.directory)
+        if save.states[number] >= BlockState.CAPTURED:
+            for address in self.workers_of(save.nodes[number])[:1]:
+                self._send(address, "veloc-forget", directory=save.directory, rows=[save.rows[number]])
+        save.states[number] = BlockState.FLUSHED  # nothing is to be done about it any more
+        save.keys[number] = None
+        save.rows[number] = b""
+
+    # -- reports of the workers -------------------------------------------------------------------------------------
+
+    def on_captured(
+        self,
+        worker: str,
+        save: str,
+        blocks: Collection[tuple[int, bytes, str, int]],
+        failed: Collection[tuple[int, tuple[str, str]]],
+        missing: Collection[int],
+    ) -> None:
+        driver = self.drivers.get(save)
+        self._outstanding[worker] = max(0, self._outstanding[worker] - len(blocks) - len(failed) - len(missing))
+        if driver is None or driver.save.done:
+            return
+        state = driver.save
+        released = []
+        for number, row, node, nbytes in blocks:
+            if not state.set_captured(number, row, node, nbytes):
+                continue
+            state.workers[number] = worker
+            key = state.keys[number]
+            if key is not None:
+                self.plugin.unwant(key, driver, number)
+                if key in self.scheduler.tasks:
+                    self.plugin.recovery.add(key, state.ref(number))
+                released.append(key)
+        if released and state.client in self.scheduler.clients:
+            self.scheduler.client_releases_keys([k for k in released if k in self.scheduler.tasks], state.client)
+        for number in missing:  # the value has moved on since the order
+            if state.states[number] == BlockState.ORDERED:
+                self.want_again(driver, number)
+        for number, (kind, text) in failed:
+            error = messages.rebuild_error((kind, f"{state.describe(number)}: {text}"))
+            driver.fail(error)
+        driver.progressed()
+        if missing:
+            asyncio.get_running_loop().call_later(0.1, self.dispatch)
+
+    def on_flushed(
+        self,
+        worker: str,
+        save: str,
+        blocks: Collection[tuple[int, int]],
+        failed: Collection[tuple[int, tuple[str, str]]],
+    ) -> None:
+        driver = self.drivers.get(save)
+        if driver is None or driver.save.done:
+            return
+        state = driver.save
+        for number, nbytes in blocks:
+            if state.set_flushed(number, nbytes):
+                key = state.keys[number]
+                if key is not None and key in self.plugin.recovery.snapshots:
+                    self.plugin.recovery.add(key, state.ref(number))
+        for number, (kind, text) in failed:
+            driver.fail(messages.rebuild_error((kind, f"{state.describe(number)}: {text}")))
+        driver.progressed()
+
+    # -- what a driver needs ----------------------------------------------------------------------------------------
+
+    async def acquire_run(self) -> int:
+        """This cluster's run number under the name, taken at the first commit."""
+        async with self._run_lock:
+            if self.run is None:
+                self.run = await self.on_node("", "take_run")
+            return self.run
+
+    def ended(self, save: Save) -> None:
+        for number, key in enumerate(save.keys):
+            if key is not None and save.states[number] != BlockState.FLUSHED:
+                self.plugin.unwant(key, self.drivers[save.attempt], number)
+        save.plain.clear()
+        ended = [d for d in self.drivers.values() if d.save.done]
+        pinned = self.pinned()
+        for driver in ended[:-64]:  # statuses of the last ones are kept for handles that still ask
+            if driver.save.directory not in pinned:
+                del self.drivers[driver.save.attempt]
+
+    def burn(self, version: int) -> None:
+        """Somebody else has this number."""
+        self.taken.add(version)
+
+    async def abort(self, save: Save, *, everything: bool) -> None:
+        """Remove what an attempt left: on the remote tier always, on the nodes too if it never became ``local``."""
+        if everything:
+            for key in save.keys:
+                if key is not None:
+                    self.plugin.recovery.drop(key, save.directory)
+            if not isinstance(save.error, VersionExists):
+                self.taken.discard(save.version)
+        for address in list(self.nodes):
+            self._send(address, "veloc-abort", directory=save.directory, everything=everything)
+        if self.config.remote is not None:
+            try:
+                await self.on_node("", "remove_attempt", directory=save.directory)
+            except VelocError as error:
+                logger.warning("what %s left on the remote tier could not be removed: %s", save.directory, error)
+
+    def pinned(self) -> set[str]:
+        """Directories whose blocks must stay although retention would delete them."""
+        recovery = self.plugin.recovery
+        pinned = {
+            d.save.directory
+            for d in self.drivers.values()
+            if recovery.backed((k for k in d.save.keys if k is not None), d.save.directory)
+        }
+        for lease_id, lease in list(self.leases.items()):
+            if lease.released and not internals.group_exists(self.scheduler, lease.prefix):
+                del self.leases[lease_id]
+            else:
+                pinned.add(lease.directory)
+        return pinned
+
+    def _retention(self) -> dict[str, Any]:
+        return {
+            "pinned": sorted(self.pinned()),
+            "active": [d.save.directory for d in self.active()] + [layout.protected_name(self.run_uuid)],
+        }
+
+    async def retain_local(self) -> None:
+        for removed in await self.on_nodes("retain", remote=False, run=0, **self._retention()):
+            self._forget(removed["directories"])
+
+    async def retain_remote(self) -> None:
+        try:
+            removed = await self.on_node("", "retain", remote=True, run=self.run, **self._retention())
+        except VelocError as error:
+            logger.warning("old versions of %s could not be removed from the remote tier: %s", self.name, error)
+        else:
+            self._forget(removed["directories"])
+
+    def _forget(self, directories: Collection[str]) -> None:
+        for driver in self.drivers.values():
+            if driver.save.directory in directories:
+                for key in driver.save.keys:
+                    if key is not None:
+                        self.plugin.recovery.drop(key, driver.save.directory)
+
+    # -- who waits for changes --------------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self, seen: dict[str, int], timeout_s: float) -> dict[str, tuple[int, bytes]]:
+        """Statuses of all saves that have changed since the counts in `seen`; waits until one has, or the time is over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            changed = self._changed
+            news = {
+                attempt: (driver.save.seen, messages.encode(driver.save.status()))
+                for attempt, driver in self.drivers.items()
+                if driver.save.seen > seen.get(attempt, -1) and driver.pins
+            }
+            if news or loop.time() >= deadline:
+                return news
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+                    await asyncio.sleep(WATCH_S)  # changes of a moment travel together
+            except TimeoutError:
+                continue
