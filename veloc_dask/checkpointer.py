@@ -185,7 +185,7 @@ class Checkpointer:
 
     async def _open(self) -> None:
         await self.client.register_plugin(VelocPlugin())
-        await self._scheduler.veloc_space(config=self._encoded)
+        await self._ask("veloc_space", config=self._encoded)
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine on the client's loop, which keeps a reference until it is done."""
@@ -195,15 +195,16 @@ class Checkpointer:
 
     async def _release(self, lease: str) -> None:
         try:
-            await self._scheduler.veloc_release(name=self.name, lease=lease)
+            await self._ask("veloc_release", name=self.name, lease=lease)
         except (OSError, VelocError):
             return  # the scheduler is gone, and the lease with it
 
-    @property
-    def _scheduler(self) -> Any:
-        if self.client.scheduler is None:
+    async def _ask(self, call: str, **arguments: Any) -> Any:
+        """Call the plugin on the scheduler."""
+        scheduler: Any = self.client.scheduler
+        if scheduler is None:
             raise VelocError("the client is closed; connect a new one")
-        return self.client.scheduler
+        return messages.result(await getattr(scheduler, call)(**arguments))
 
     def _failed(self, error: VelocError) -> None:
         if self.on_error == "raise":
@@ -259,9 +260,9 @@ class Checkpointer:
                 parts.keys[number] = [future.key]
                 scattered.append(future)
         request = SaveRequest(self.name, version, parts.structure, parts.items)
-        reply = await self._scheduler.veloc_save(request=messages.encode(request), keys=parts.keys, plain=plain)
+        reply = await self._ask("veloc_save", request=messages.encode(request), keys=parts.keys, plain=plain)
         del scattered
-        handle = SaveHandle(self, reply["id"], reply["version"], value)
+        handle = SaveHandle(self, reply["id"], reply["version"], value, process=reply["process"])
         self._handles[reply["id"]] = handle
         known = self._statuses.pop(reply["id"], None)
         if known is not None:
@@ -277,7 +278,7 @@ class Checkpointer:
         """Follow the saves that have not ended; one call to the scheduler waits for news of all of them."""
         while self._handles:
             try:
-                news = await self._scheduler.veloc_watch(name=self.name, seen=self._seen, timeout_s=10.0)
+                news = await self._ask("veloc_watch", name=self.name, seen=self._seen, timeout_s=10.0)
             except (OSError, VelocError) as error:
                 if self.client.status == "connecting":
                     await asyncio.sleep(0.5)
@@ -357,8 +358,13 @@ class Checkpointer:
     ) -> Any:
         await self._opened()
         try:
-            found = await self._scheduler.veloc_restore(
-                name=self.name, version=version, client=self.client.id, wait_for=wait_for, timeout_s=timeout
+            found = await self._ask(
+                "veloc_restore",
+                name=self.name,
+                version=version,
+                client=self.client.id,
+                wait_for=wait_for,
+                timeout_s=timeout,
             )
         except CheckpointNotFound:
             if default is _RAISE:
@@ -388,7 +394,7 @@ class Checkpointer:
             raise ConfigError("protect needs a node-local tier; pass local=")
         value = collections.persist(self.client, value)
         keys = [k for leaf in collections.leaves(value) for k in collections.keys_of(leaf) or ()]
-        await self._scheduler.veloc_protect(name=self.name, keys=keys)
+        await self._ask("veloc_protect", name=self.name, keys=keys)
         return value
 
     def unprotect(self, value: Any) -> Any:
@@ -398,7 +404,7 @@ class Checkpointer:
     async def _unprotect(self, value: Any) -> None:
         await self._opened()
         keys = [k for leaf in collections.leaves(value) for k in collections.keys_of(leaf) or ()]
-        await self._scheduler.veloc_unprotect(name=self.name, keys=keys)
+        await self._ask("veloc_unprotect", name=self.name, keys=keys)
 
     def protected(self) -> Any:
         """The protected keys, each with whether its snapshot exists yet.
@@ -412,7 +418,7 @@ class Checkpointer:
 
     async def _protected(self) -> dict[Any, bool]:
         await self._opened()
-        return {key: bool(there) for key, there in await self._scheduler.veloc_protected(name=self.name)}
+        return {key: bool(there) for key, there in await self._ask("veloc_protected", name=self.name)}
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -427,7 +433,7 @@ class Checkpointer:
 
     async def _versions(self) -> list[Version]:
         await self._opened()
-        return [messages.decode(v, Version) for v in await self._scheduler.veloc_versions(name=self.name)]
+        return [messages.decode(v, Version) for v in await self._ask("veloc_versions", name=self.name)]
 
     def latest(self) -> Any:
         """The number of the newest complete version, None if there is none."""
@@ -450,7 +456,7 @@ class Checkpointer:
 
     async def _verify(self, version: int | None) -> dict[str, Any]:
         await self._opened()
-        found: dict[str, Any] = await self._scheduler.veloc_verify(name=self.name, version=version)
+        found: dict[str, Any] = await self._ask("veloc_verify", name=self.name, version=version)
         return {**found, "problems": list(found["problems"])}
 
     def delete(self, version: int) -> Any:
@@ -460,7 +466,7 @@ class Checkpointer:
 
     async def _delete(self, version: int) -> None:
         await self._opened()
-        await self._scheduler.veloc_delete(name=self.name, version=version)
+        await self._ask("veloc_delete", name=self.name, version=version)
 
     def prune(self) -> Any:
         """Delete versions beyond ``keep`` and what dead attempts left, as happens after each save."""
@@ -468,7 +474,7 @@ class Checkpointer:
 
     async def _prune(self) -> None:
         await self._opened()
-        await self._scheduler.veloc_prune(name=self.name)
+        await self._ask("veloc_prune", name=self.name)
 
     def due(self) -> bool:
         """Whether it is time to save. False: this release has no interval policy, save when it suits your program."""
@@ -486,7 +492,7 @@ class Checkpointer:
             return
         left: list[bytes] = []
         if self._opening is not None and self.client.status == "running":
-            left = await self._scheduler.veloc_drain(name=self.name, timeout_s=timeout)
+            left = await self._ask("veloc_drain", name=self.name, timeout_s=timeout)
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()

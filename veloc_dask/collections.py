@@ -11,18 +11,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
 import dask.array as da
 import msgspec
 import numpy as np
-from dask.base import is_dask_collection, unpack_collections
+from dask.base import is_dask_collection
 from dask.core import flatten
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Actor, Future
-from distributed.client import futures_of
 
 from veloc_dask.errors import CheckpointNotFound, IntegrityError, NotSupported, VelocError
 from veloc_dask.scheduler_plugin import internals
@@ -171,15 +171,11 @@ class _Taker:
         return len(self.parts.items) - 1
 
     def plain(self, value: Any, path: str, *, kind: str, where: tuple[object, ...]) -> int:
-        inside, _ = unpack_collections(value)
-        if inside or (isinstance(value, (dict, list, tuple, set, frozenset)) and futures_of(list(_elements(value)))):
-            raise NotSupported(
-                f"{_text(where)}: holds Dask collections inside a {type(value).__name__}; "
-                "use plain dict, list or tuple around them"
-            )
         spec = ItemSpec(path, "blocks", ())
         try:
             block = freeze(value, spec, allow_pickle=self.allow_pickle)
+            if block.encoding == "pickle":
+                _Finder(_Sink()).dump(value)
         except NotSupported as error:
             raise NotSupported(f"{_text(where)}: {error}") from error
         except Exception as error:
@@ -245,8 +241,29 @@ class _Taker:
         return self.add("future", ItemSpec(path, "blocks", ()), {}, future, where)
 
 
-def _elements(value: Any) -> Iterable[Any]:
-    return itertools.chain(value.keys(), value.values()) if isinstance(value, dict) else value
+class _Sink:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Finder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Goes through an object as pickle does, and refuses Dask's own inside of it.
+
+    A pickled future means nothing in another cluster, and a pickled lazy collection would be computed again.
+    """
+
+    def persistent_id(self, obj: Any) -> None:
+        kind = type(obj)
+        if kind not in _PLAIN and (issubclass(kind, (Future, Actor)) or hasattr(kind, "__dask_graph__")):
+            raise NotSupported(
+                f"holds an {kind.__name__} of Dask inside another object; put it into plain dict, list or tuple, or "
+                "compute it first"
+            )
+
+
+_PLAIN = frozenset(
+    {int, float, complex, str, bytes, bool, type(None), type, list, dict, tuple, set, np.ndarray, np.dtype}
+)
 
 
 def _text(where: Sequence[object]) -> str:

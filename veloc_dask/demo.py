@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import click
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -238,6 +239,7 @@ def dask_setup(_worker: object) -> None:
 def cluster(workers: int, scratch: Path) -> Iterator[Client]:
     """A cluster of processes. It keeps quiet about the workers that it is going to lose."""
     with (
+        dask.config.set({"temporary-directory": str(scratch)}),  # the scheduler's; that of the workers is given below
         LocalCluster(
             n_workers=workers,
             threads_per_worker=1,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +45,14 @@ class SaveHandle:
     >>> ck.close(); client.close()
     """
 
-    def __init__(self, checkpointer: Checkpointer, save_id: str, version: int, value: Any) -> None:
+    def __init__(self, checkpointer: Checkpointer, save_id: str, version: int, value: Any, *, process: str) -> None:
         self._checkpointer = checkpointer
         self._id = save_id
         self.version = version
         self.value = value
         self._status = Status(save_id, version, "pending", False)
         self._error: VelocError | None = None
+        self._logged_here = process == f"{socket.gethostname()}:{os.getpid()}"  # the scheduler logs failures
         self._changed = asyncio.Event()
         self._callbacks: list[tuple[str, Callable[[SaveHandle], Any]]] = []
 
@@ -151,9 +154,9 @@ class SaveHandle:
 
     def _fail(self, error: VelocError) -> None:
         self._error = error
-        logger.warning(
-            "version %s of %s failed after level %s: %s", self.version, self._checkpointer.name, self.level, error
-        )
+        if not self._logged_here and self._checkpointer.client.status == "running":
+            name = self._checkpointer.name
+            logger.warning("version %s of %s failed after level %s: %s", self.version, name, self.level, error)
         self._checkpointer._failed(error)
         self._changed.set()
         self._run_callbacks()

@@ -85,7 +85,7 @@ async def _read_plain(
     async def read(number: int) -> Any:
         ref = messages.decode(refs[number][0], BlockRef)
         async with gate:
-            reply = await checkpointer._scheduler.veloc_read_stored(ref=refs[number][0])
+            reply = await checkpointer._ask("veloc_read_stored", ref=refs[number][0])
         stored = np.frombuffer(bytearray(reply["data"]), np.uint8)
         try:
             return reader.decode(table.decode_row(ref.row), ref.spec, stored, allow_pickle=reply["allow_pickle"])

@@ -154,9 +154,8 @@ def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple
         )
         raise CheckpointNotFound(f"{what} does not exist; complete versions: {there}{problems}")
     best = complete[-1]
-    notes = [
-        f"{name!r} version {v.version} is newer but incomplete: {v.problem}" for v in known if v.version > best.version
-    ]
+    newer = [v for v in known if version is None and v.version > best.version]
+    notes = [f"{name!r} version {v.version} is newer but incomplete: {v.problem}" for v in newer]
     return best, notes
 
 

@@ -6,6 +6,8 @@ Dask keys and row bytes travel beside them as plain message fields. ``storage_op
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -65,6 +67,26 @@ def decode(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind)
 
 
+def answering(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """A call's handler whose errors of ours are part of the answer: raised, Dask would log each with its traceback."""
+
+    @functools.wraps(handler)
+    async def wrapper(**arguments: Any) -> dict[str, Any]:
+        try:
+            return {"result": await handler(**arguments)}
+        except VelocError as error:
+            return {"error": describe_error(error)}
+
+    return wrapper
+
+
+def result(answer: dict[str, Any]) -> Any:
+    """What a call returned; raises the error that it answered with."""
+    if "error" in answer:
+        raise rebuild_error(answer["error"])
+    return answer["result"]
+
+
 def describe_error(error: BaseException) -> tuple[str, str]:
     """An error as text that can be raised again in another process."""
     if isinstance(error, VelocError):
@@ -72,7 +94,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     return "VelocError", f"{type(error).__name__}: {error}"
 
 
-def rebuild_error(described: tuple[str, str]) -> VelocError:
+def rebuild_error(described: Sequence[str]) -> VelocError:
     kind, text = described
     found = getattr(errors, kind, VelocError)
     if not (isinstance(found, type) and issubclass(found, VelocError)):

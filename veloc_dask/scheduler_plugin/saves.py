@@ -17,7 +17,7 @@ import itertools
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +164,7 @@ class SaveDriver:
         self.save = save
         self.space = save.space
         self.task: asyncio.Task[None] | None = None
+        self._flush_error: VelocError | None = None
         self._wake = asyncio.Event()
 
     def start(self) -> None:
@@ -179,7 +180,13 @@ class SaveDriver:
             self.save.error = error
             self._wake.set()
 
-    async def _until(self, reached: Any) -> None:
+    def flush_failed(self, error: VelocError) -> None:
+        """The remote tier did not take a block: the version can still become ``local``, and no more than that."""
+        if self._flush_error is None:
+            self._flush_error = error
+            self._wake.set()
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
         while True:
             if self.save.error is not None:
                 raise self.save.error
@@ -200,7 +207,9 @@ class SaveDriver:
             save.notify()
             await self.space.retain_local()
             if self.space.config.remote is not None:
-                await self._until(lambda: save.flushed == len(save.keys))
+                await self._until(lambda: self._flush_error is not None or save.flushed == len(save.keys))
+                if self._flush_error is not None:
+                    raise self._flush_error
                 run = await self.space.acquire_run()
                 root = roots.encode(await self._write_table(run=run))
                 await self.space.on_node("", "commit", root=root)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
+import socket
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,10 +101,10 @@ class VelocPlugin(SchedulerPlugin):
             self.veloc_prune,
             self.veloc_verify,
             self.veloc_where,
-            self.veloc_stats,
             self.veloc_drain,
         ):
-            scheduler.handlers[handler.__name__] = handler
+            scheduler.handlers[handler.__name__] = messages.answering(handler)
+        scheduler.handlers["veloc_stats"] = self.veloc_stats
         # the stream handlers exist before the first worker can send to them
         await scheduler.register_worker_plugin(
             comm=None, plugin=dumps(VelocWorker()), name=VelocWorker.name, idempotent=True
@@ -269,7 +271,7 @@ class VelocPlugin(SchedulerPlugin):
     async def veloc_join(self, address: str) -> None:
         """A worker's plugin is set up: it can be told which tiers to open."""
         for space in self.spaces.values():
-            self._background(space.open_on(address))
+            self._background(space.open_on(address, joining=True))
 
     # -- calls of the clients ---------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class VelocPlugin(SchedulerPlugin):
         wanted = messages.decode(request, SaveRequest)
         space = self.space(wanted.name)
         save = await space.start_save(wanted, [list(k) for k in keys], plain)
-        return {"id": save.attempt, "version": save.version}
+        return {"id": save.attempt, "version": save.version, "process": f"{socket.gethostname()}:{os.getpid()}"}
 
     async def veloc_watch(self, name: str, seen: dict[str, int], timeout_s: float) -> dict[str, tuple[int, bytes]]:
         return await self.space(name).watch(seen, timeout_s)

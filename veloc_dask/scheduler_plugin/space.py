@@ -64,21 +64,28 @@ class Space:
 
     # -- workers and nodes ------------------------------------------------------------------------------------------
 
-    async def open_on(self, address: str) -> None:
-        """Have a worker open the tiers; remember its node, or why it failed."""
+    async def open_on(self, address: str, *, joining: bool = False) -> None:
+        """Have a worker open the tiers; remember its node, or why it failed.
+
+        While the name is being opened the failure is raised to its user; for a worker that joins later it is logged.
+        """
         worker = self.scheduler.workers.get(address)
         if worker is None:
             return
         limits = [w.memory_limit for w in self.scheduler.workers.values() if w.host == worker.host]
         try:
-            reply = await self.scheduler.rpc(address).veloc_open(
-                config=messages.encode(self.config),
-                run_uuid=self.run_uuid,
-                workers_nbytes=sum(limits) if all(limits) else None,
+            rpc: Any = self.scheduler.rpc(address)
+            reply = messages.result(
+                await rpc.veloc_open(
+                    config=messages.encode(self.config),
+                    run_uuid=self.run_uuid,
+                    workers_nbytes=sum(limits) if all(limits) else None,
+                )
             )
         except VelocError as error:
             self.open_errors[address] = error
-            logger.warning("worker %s cannot be used for %s: %s", address, self.name, error)
+            if joining:
+                logger.warning("worker %s cannot be used for %s: %s", address, self.name, error)
             return
         except (OSError, CommClosedError) as error:
             logger.info("worker %s left while it opened the tiers of %s: %s", address, self.name, error)
@@ -209,7 +216,7 @@ class Space:
             for address in addresses:
                 try:
                     worker: Any = self.scheduler.rpc(address)
-                    return await worker.veloc_call(name=self.name, call=call, arguments=arguments)
+                    return messages.result(await worker.veloc_call(name=self.name, call=call, arguments=arguments))
                 except VelocError:
                     raise
                 except (OSError, CommClosedError) as error:
@@ -515,7 +522,7 @@ class Space:
                 if key is not None and key in self.plugin.recovery.snapshots:
                     self.plugin.recovery.add(key, state.ref(number))
         for number, (kind, text) in failed:
-            driver.fail(messages.rebuild_error((kind, f"{state.describe(number)}: {text}")))
+            driver.flush_failed(messages.rebuild_error((kind, f"{state.describe(number)}: {text}")))
         driver.progressed()
 
     # -- what a driver needs ----------------------------------------------------------------------------------------

@@ -71,15 +71,15 @@ class VelocWorker(WorkerPlugin):
         }
         for op, handler in orders.items():
             worker.stream_handlers[op] = self._guarded(handler)
-        worker.handlers["veloc_open"] = self.veloc_open
-        worker.handlers["veloc_call"] = self.veloc_call
+        worker.handlers["veloc_open"] = messages.answering(self.veloc_open)
+        worker.handlers["veloc_call"] = messages.answering(self.veloc_call)
         worker.loop.add_callback(self._join)
 
     async def _join(self) -> None:
         """Tell the scheduler that this worker can be told which tiers to open."""
         for pause in (0.2, 1.0, 5.0, None):
             try:
-                await self.worker.scheduler.veloc_join(address=self.worker.address)
+                messages.result(await self.worker.scheduler.veloc_join(address=self.worker.address))
             except (OSError, AttributeError) as error:
                 if pause is None or self._closed:
                     logger.warning("this worker takes no part in checkpoints: %s", error)
@@ -223,10 +223,14 @@ class VelocWorker(WorkerPlugin):
         row = table.decode_row(block.row)
 
         async def ask() -> Any:
-            for address in await self.worker.scheduler.veloc_where(name=block.name, nodes=peers):
+            addresses = messages.result(await self.worker.scheduler.veloc_where(name=block.name, nodes=peers))
+            for address in addresses:
+                arguments = {"ref": messages.encode(block)}
                 try:
-                    return await self.worker.rpc(address).veloc_call(
-                        name=block.name, call="read_block", arguments={"ref": messages.encode(block)}
+                    return messages.result(
+                        await self.worker.rpc(address).veloc_call(
+                            name=block.name, call="read_block", arguments=arguments
+                        )
                     )
                 except OSError as error:
                     logger.info("peer %s could not give a copy of %s: %s", address, row.object, error)
@@ -277,6 +281,6 @@ def _load_through_client(refs: Sequence[bytes]) -> Any:
     """A restored graph is computed outside of the cluster (``scheduler="sync"``): a worker reads the block for us."""
     client: Any = get_client()
     block = messages.decode(refs[0], BlockRef)
-    reply = client.sync(client.scheduler.veloc_read_stored, ref=refs[0])
+    reply = messages.result(client.sync(client.scheduler.veloc_read_stored, ref=refs[0]))
     stored = np.frombuffer(bytearray(reply["data"]), np.uint8)
     return reader.decode(table.decode_row(block.row), block.spec, stored, allow_pickle=reply["allow_pickle"])

@@ -144,6 +144,9 @@ def retain_local(
     deleted = [e for e in going if e not in pinned and e not in active and not owned_elsewhere(node, name, e, run_uuid)]
     for entry in deleted:
         forget_local(node, name, entry)
+    for entry in going:
+        if entry in pinned:  # out of the listings; its blocks stay for those who need them
+            node.remove(f"{name}/{entry}/root.json")
     return Removed(tuple(v for v, e in complete if e in deleted), tuple(deleted))
 
 
