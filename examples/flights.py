@@ -80,13 +80,12 @@ def kill_a_worker(client: Client, *frames: dd.DataFrame) -> int:
     return lost
 
 
-def start(workers: int, base: Path) -> tuple[LocalCluster, Client]:
+def start(workers: int) -> tuple[LocalCluster, Client]:
     cluster = LocalCluster(
         n_workers=workers,
         threads_per_worker=1,
         dashboard_address=None,
         memory_limit="1GiB",
-        local_directory=str(base / "scratch"),
         silence_logs=logging.CRITICAL,  # of the worker that is about to be lost
     )
     return cluster, Client(cluster)
@@ -101,7 +100,7 @@ def main(base: Path) -> dict[str, int]:
     weather = dd.read_csv(weather_csv, blocksize="1MiB", assume_missing=True)
     weather = weather[["origin", "time_hour", "temp", "wind_speed", "visib"]]
 
-    cluster, client = start(WORKERS, base)
+    cluster, client = start(WORKERS)
     try:
         ck = vd.Checkpointer(client, "flights", local=str(base / "local"), remote=str(base / "remote"))
         flights = flights.map_partitions(noted, str(tally), meta=flights._meta)
@@ -130,7 +129,7 @@ def main(base: Path) -> dict[str, int]:
         cluster.close()
     say("the cluster is torn down")
 
-    cluster, client = start(WORKERS_AFTERWARDS, base)
+    cluster, client = start(WORKERS_AFTERWARDS)
     try:
         ck = vd.Checkpointer(client, "flights", local=str(base / "local"), remote=str(base / "remote"))
         state = ck.restore()
@@ -159,7 +158,7 @@ def main(base: Path) -> dict[str, int]:
 if __name__ == "__main__":
     place = Path(tempfile.mkdtemp(prefix="veloc-flights-"))
     try:
-        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        with dask.config.set({"dataframe.shuffle.method": "p2p", "temporary-directory": str(place / "scratch")}):
             figures = main(place)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -72,7 +72,7 @@ class _Attempt:
     def __init__(self) -> None:
         self.busy = 0
         self.aborted = False
-        self.remove = False  # what it left here, once nobody is busy
+        self.clean: dict[str, bool] = {}  # what to remove once nobody is busy
 
 
 def _low_priority() -> None:
@@ -225,11 +225,11 @@ class Pipeline:
 
     # -- giving up --------------------------------------------------------------------------------------------------
 
-    def abort(self, space: WorkerSpace, directory: str, *, remove: bool) -> None:
-        """A version failed: stop working on it, and with `remove` delete what it left here."""
+    def abort(self, space: WorkerSpace, directory: str, *, local: bool, remote: bool) -> None:
+        """A version failed: stop working on it, and delete what it left on this node and on the remote tier."""
         attempt = self._attempt(directory)
         attempt.aborted = True
-        attempt.remove |= remove
+        attempt.clean = {"local": local, "remote": remote}
         self._captures = deque(o for o in self._captures if o.directory != directory)
         self._flushes = deque(o for o in self._flushes if o.directory != directory)
         attempt.busy += 1
@@ -239,9 +239,9 @@ class Pipeline:
         attempt = self._attempt(directory)
         attempt.busy -= 1
         if attempt.busy == 0:
-            if attempt.aborted and attempt.remove:
-                self._flush_pool.submit(space.clean, directory)
-            if not attempt.aborted:  # given up ones are remembered: a late order must not revive them
+            if attempt.aborted:
+                self._flush_pool.submit(functools.partial(space.clean, directory, **attempt.clean))
+            else:  # given up ones are remembered: a late order must not revive them
                 del self._attempts[directory]
 
     # -- from threads to the loop, and on to the scheduler ----------------------------------------------------------

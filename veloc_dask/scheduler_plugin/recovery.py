@@ -103,6 +103,10 @@ class Recovery:
             if standing is not None and standing.lineage is not None:
                 internals.drop_lineage(self._scheduler, standing.lineage)
 
+    def stands_in(self, key: Key) -> bool:
+        """Whether a loader of ours stands in for this key."""
+        return key in self._standing
+
     def concerns(self, key: Key) -> bool:
         return key in self.snapshots or key in self._standing
 

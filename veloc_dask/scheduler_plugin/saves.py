@@ -27,7 +27,7 @@ from veloc_dask.scheduler_plugin import internals, messages
 from veloc_dask.scheduler_plugin.internals import Key
 from veloc_dask.storage import layout, table
 from veloc_dask.storage import root as roots
-from veloc_dask.storage.errors import BlockLost, VelocError, VersionExists
+from veloc_dask.storage.errors import BlockLost, TierError, VelocError, VersionExists
 from veloc_dask.storage.reader import BlockRef
 from veloc_dask.storage.root import Item
 
@@ -71,6 +71,7 @@ class Save:
         self.nodes: list[str] = []
         self.workers: list[str] = []  # who captures, later who flushes, a block
         self.plain: dict[int, bytes] = {}  # block number -> encoded FrozenBlock, for plain objects
+        self.nblocks = 0  # once it has ended, when the keys may go
         self.captured = self.flushed = self.nbytes = self.flushed_nbytes = 0
         self.level = Level.PENDING
         self.error: VelocError | None = None
@@ -112,7 +113,7 @@ class Save:
             self.level.name.lower(),
             self.done,
             None if self.error is None else messages.describe_error(self.error),
-            len(self.keys),
+            self.nblocks or len(self.keys),
             self.captured,
             self.flushed,
             self.nbytes,
@@ -145,6 +146,14 @@ class Save:
         self.flushed_nbytes += nbytes
         return True
 
+    def end(self) -> None:
+        """Nothing more will happen: of what a large version takes in memory only its keys are still needed."""
+        self.done = True
+        self.nblocks = len(self.keys)
+        self.plain.clear()
+        self.item_of, self.index_of, self.rows, self.nodes, self.workers = [], [], [], [], []
+        self.structure, self.items = None, []
+
     def set_lost(self, number: int, nbytes: int) -> None:
         """The only copy of a captured block is gone before it was flushed."""
         assert self.states[number] == BlockState.CAPTURED
@@ -165,6 +174,7 @@ class SaveDriver:
         self.space = save.space
         self.task: asyncio.Task[None] | None = None
         self._flush_error: VelocError | None = None
+        self._committing = False
         self._wake = asyncio.Event()
 
     def start(self) -> None:
@@ -186,6 +196,9 @@ class SaveDriver:
             self._flush_error = error
             self._wake.set()
 
+    def _all_captured(self) -> bool:
+        return self.save.captured == len(self.save.keys)
+
     async def _until(self, reached: Callable[[], bool]) -> None:
         while True:
             if self.save.error is not None:
@@ -198,24 +211,11 @@ class SaveDriver:
     async def _run(self) -> None:
         save = self.save
         try:
-            await self._until(lambda: save.captured == len(save.keys))
+            await self._until(self._all_captured)
             self._unpin()
-            root = roots.encode(await self._write_table(run=None))
-            for node in sorted(set(save.nodes)) or [""]:
-                await self.space.on_node(node, "write_root", root=root)
-            save.level = Level.LOCAL
-            save.notify()
-            await self.space.retain_local()
+            await self._seal()
             if self.space.config.remote is not None:
-                await self._until(lambda: self._flush_error is not None or save.flushed == len(save.keys))
-                if self._flush_error is not None:
-                    raise self._flush_error
-                run = await self.space.acquire_run()
-                root = roots.encode(await self._write_table(run=run))
-                await self.space.on_node("", "commit", root=root)
-                save.level = Level.DURABLE
-                save.notify()
-                await self.space.retain_remote()
+                await self._flush_and_commit()
         except asyncio.CancelledError:
             save.error = save.error or VelocError(
                 f"{save.space.name!r} version {save.version}: the scheduler closed before it was complete"
@@ -226,10 +226,45 @@ class SaveDriver:
             logger.exception("saving %s version %s failed unexpectedly", save.space.name, save.version)
             await self._failed(VelocError(f"{type(error).__name__}: {error}"))
         finally:
-            save.done = True
             self._unpin()
             self.space.ended(save)
             save.notify()
+
+    async def _seal(self) -> None:
+        """Write table and root to every node that holds blocks: level ``local``."""
+        save = self.save
+        try:
+            if self.space.config.local:  # else all blocks are on the remote tier already
+                root = roots.encode(await self._write_table(run=None))
+                for node in sorted(set(save.nodes)) or [""]:
+                    await self.space.on_node(node, "write_root", root=root)
+        except TierError as error:
+            if self.space.config.remote is None:
+                raise
+            logger.warning("%s does not become local, only durable: %s", save.directory, error)
+            return
+        save.level = Level.LOCAL
+        save.notify()
+        await self.space.retain_local()
+
+    async def _flush_and_commit(self) -> None:
+        """Wait for the blocks to reach the remote tier, and make the version exist there: level ``durable``."""
+        save = self.save
+        try:
+            await self._until(lambda: self._flush_error is not None or save.flushed == len(save.keys))
+            if self._flush_error is not None:
+                raise self._flush_error
+            run = await self.space.acquire_run()
+            root = roots.encode(await self._write_table(run=run))
+            self._committing = True
+            await self.space.on_node("", "commit", root=root)
+        except TierError:
+            # another run that has taken the number, or the name, may have collected our files under our hands
+            await self.space.on_node("", "check_place", version=save.version, attempt=save.attempt, run=self.space.run)
+            raise
+        save.level = Level.DURABLE
+        save.notify()
+        await self.space.retain_remote()
 
     async def _failed(self, error: VelocError) -> None:
         save = self.save
@@ -239,7 +274,10 @@ class SaveDriver:
         )
         if isinstance(error, VersionExists):
             self.space.burn(save.version)
-        await self.space.abort(save, everything=save.level < Level.LOCAL)
+        # a version that lost its number to another run must not be found on the nodes either
+        everything = save.level < Level.LOCAL or isinstance(error, VersionExists)
+        # after an error in the commit itself nobody knows whether the root exists: retention finds out, with a tombstone
+        self.space.abort(save, local=everything, remote=not self._committing or isinstance(error, VersionExists))
 
     def _unpin(self) -> None:
         internals.forget_pseudo_client(self.space.scheduler, self.save.client)
@@ -247,8 +285,10 @@ class SaveDriver:
     async def _write_table(self, *, run: int | None) -> roots.Root:
         """Write the table, on each node its own part or all of it to the remote tier, and return the root over it."""
         save = self.save
+        await self._until(self._all_captured)  # a node may have been lost since
+        rows, nodes = list(save.rows), list(save.nodes)
         by_node: dict[str, list[int]] = defaultdict(list)
-        for number, node in enumerate(save.nodes):
+        for number, node in enumerate(nodes):
             by_node[node].append(number)
         segments: list[roots.Segment] = []
         outside_view: set[str] = set()
@@ -262,7 +302,7 @@ class SaveDriver:
                     required=run is None,
                     directory=save.directory,
                     path=path,
-                    rows=[save.rows[n] for n in part],
+                    rows=[rows[n] for n in part],
                     remote=run is not None,
                 )
                 segments.append(roots.Segment(path, node, len(part), reply["nbytes"], reply["sha256"]))

@@ -246,7 +246,10 @@ class VelocPlugin(SchedulerPlugin):
 
     def _loader(self, key: Key, refs: list[BlockRef]) -> tuple[Any, list[str]]:
         ts = self.scheduler.tasks[key]
-        may_recompute = ts.run_spec is not None and not ts.has_lost_dependencies and not internals.is_loader(ts)
+        ours = internals.is_loader(ts) and self.recovery.stands_in(
+            key
+        )  # a restore's load task is a lineage like others
+        may_recompute = ts.run_spec is not None and not ts.has_lost_dependencies and not ours
         task = internals.load_task(
             key, load_block, [messages.encode(r) for r in refs], "recompute" if may_recompute else "raise"
         )
@@ -301,6 +304,7 @@ class VelocPlugin(SchedulerPlugin):
                 await space.wait_for_workers(1, WORKER_TIMEOUT_S)
                 found = await catalog.gather(space)
                 space.taken.update(found.taken)
+                self._background(space.retain_local())  # what dead clusters left on these nodes
             except BaseException:
                 del self.spaces[wanted.name]
                 raise

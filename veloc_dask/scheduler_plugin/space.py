@@ -538,7 +538,7 @@ class Space:
         for number, key in enumerate(save.keys):
             if key is not None and save.states[number] != BlockState.FLUSHED:
                 self.plugin.unwant(key, self.drivers[save.attempt], number)
-        save.plain.clear()
+        save.end()
         ended = [d for d in self.drivers.values() if d.save.done]
         pinned = self.pinned()
         for driver in ended[:-64]:  # statuses of the last ones are kept for handles that still ask
@@ -549,21 +549,17 @@ class Space:
         """Somebody else has this number."""
         self.taken.add(version)
 
-    async def abort(self, save: Save, *, everything: bool) -> None:
-        """Remove what an attempt left: on the remote tier always, on the nodes too if it never became ``local``."""
-        if everything:
+    def abort(self, save: Save, *, local: bool, remote: bool) -> None:
+        """Have the workers stop with an attempt, and remove what it left on the nodes and on the remote tier."""
+        if local:
             for key in save.keys:
                 if key is not None:
                     self.plugin.recovery.drop(key, save.directory)
             if not isinstance(save.error, VersionExists):
                 self.taken.discard(save.version)
+        remote = remote and self.config.remote is not None
         for address in list(self.nodes):
-            self._send(address, "veloc-abort", directory=save.directory, everything=everything)
-        if self.config.remote is not None:
-            try:
-                await self.on_node("", "remove_attempt", directory=save.directory)
-            except VelocError as error:
-                logger.warning("what %s left on the remote tier could not be removed: %s", save.directory, error)
+            self._send(address, "veloc-abort", directory=save.directory, local=local, remote=remote)
 
     def pinned(self) -> set[str]:
         """Directories whose blocks must stay although retention would delete them."""
@@ -604,6 +600,8 @@ class Space:
                 for key in driver.save.keys:
                     if key is not None:
                         self.plugin.recovery.drop(key, driver.save.directory)
+                if driver.save.done:
+                    driver.save.keys = []
 
     # -- who waits for changes --------------------------------------------------------------------------------------
 

@@ -128,9 +128,9 @@ class VelocWorker(WorkerPlugin):
         space = self.spaces[name]
         self.pipeline.flush([FlushOrder(space, save, directory, n, table.decode_row(row)) for n, row in blocks])
 
-    def on_abort(self, name: str, directory: str, everything: bool) -> None:
+    def on_abort(self, name: str, directory: str, local: bool, remote: bool) -> None:
         if name in self.spaces:
-            self.pipeline.abort(self.spaces[name], directory, remove=everything)
+            self.pipeline.abort(self.spaces[name], directory, local=local, remote=remote)
 
     def on_forget(self, name: str, directory: str, rows: Collection[bytes]) -> None:
         """Delete single blocks (of protected keys)."""

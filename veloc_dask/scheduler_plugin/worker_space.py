@@ -38,8 +38,8 @@ CALLS = frozenset(
         "write_root",
         "take_run",
         "commit",
+        "check_place",
         "retain",
-        "remove_attempt",
         "delete",
         "list_remote",
         "list_local",
@@ -152,6 +152,24 @@ class WorkerSpace:
         full, documents = self._complete(root)
         retried(lambda: commit.commit(self.remote, full, documents), f"commit on {self.remote.label}")
 
+    def check_place(self, version: int, attempt: str, run: int | None) -> None:
+        """Raise VersionExists if a version's place is taken by another attempt, or a later run owns the name."""
+        try:
+            found = commit.read_root(self.remote, self.name, version)
+            newest = commit.newest_run(self.remote, self.name)
+        except OSError as error:
+            logger.info("%s cannot be read either: %s", self.remote.label, error)
+            return
+        if found is not None and not (isinstance(found, roots.Root) and found.attempt == attempt):
+            raise VersionExists(
+                f"{self.name!r} version {version} on {self.remote.label}: another attempt has its place"
+            )
+        if run is not None and newest > run:
+            raise VersionExists(
+                f"{self.name!r} version {version} on {self.remote.label}: run {newest} has taken over this name, run {run} may "
+                "not commit any more"
+            )
+
     @staticmethod
     def _complete(root: bytes) -> tuple[roots.Root, dict[str, bytes]]:
         """The root with the digests of its zarr.json files, and these."""
@@ -200,10 +218,6 @@ class WorkerSpace:
         self._owned.difference_update(removed.directories)
         return {"versions": removed.versions, "directories": removed.directories}
 
-    def remove_attempt(self, directory: str) -> None:
-        """Delete what an attempt without a root has left on the remote tier."""
-        self.remote.remove_tree(f"{self.name}/{directory}")
-
     def delete(self, version: int, remote: bool, pinned: Collection[str]) -> None:
         if remote:
             directory = retention.forget_remote(self.remote, self.name, version, run=0)
@@ -218,12 +232,17 @@ class WorkerSpace:
                 else:
                     retention.forget_local(self.node, self.name, entry)
 
-    def clean(self, directory: str) -> None:
-        """Remove what an attempt that was given up has left here."""
+    def clean(self, directory: str, *, local: bool, remote: bool) -> None:
+        """Remove what an attempt that was given up has left on this node and on the remote tier."""
         try:
-            retention.forget_local(self.node, self.name, directory)
+            if local:
+                retention.forget_local(self.node, self.name, directory)
+            if remote:
+                self.remote.remove_tree(f"{self.name}/{directory}")
         except OSError as error:
-            logger.warning("what %s left on the local tiers could not be removed: %s", directory, error)
+            logger.warning(
+                "what %s left could not be removed, a later round of retention does it: %s", directory, error
+            )
 
     # -- what there is ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ process had reserved stays on the books as well, since its files may be complete
 nobody else alive measures the disk and starts the books anew. The sum is never below what the files hold: a process
 announces a reservation first and looks at those of the others then, so of two that compete at least one sees both.
 
-Slots are written with pwrite, not through a memory map: on a full tmpfs the first touch of a page would kill the process.
+Slots are written with write calls, not through a memory map: on a full tmpfs the first touch of a page would kill the
+process. They are not kept open: that would keep an operator from making the file system read-only.
 """
 
 from __future__ import annotations
@@ -48,12 +49,10 @@ class Board:
         self._pid = os.getpid()
         self._start = process_start(self._pid)
         self._path = os.path.join(directory, f"{self._pid}-{uuid.uuid4().hex}.slot")
-        self._fd = -1
-        self._closed = False
         self.reserved = self.written = self.freed = 0
         self._cache: tuple[float, int, int] = (-1.0, 0, 0)
         try:
-            self._open()
+            self._publish()
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
@@ -63,33 +62,28 @@ class Board:
         if not any(alive for _, alive, _, _ in others):
             # first the sum, then the slots that it replaces: too much for a moment, never too little
             self.written, self.freed = sum(n for _, n in files.sizes(data)), 0
-            self._publish()
-            for path, *_ in others:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # as above: a refusal ends here
+                self._publish()
+                for path, *_ in others:
                     os.unlink(path)
-        else:
-            self._publish()
-
-    def _open(self) -> None:
-        if self._fd >= 0 or self._closed:
-            return
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.fchmod(fd, 0o600)
-            os.pwrite(fd, self._packed(), 0)
-        except BaseException:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            raise
-        self._fd = fd
-
-    def _packed(self) -> bytes:
-        return _SLOT.pack(_MAGIC, self._pid, self._start, self.reserved, self.written, self.freed)
 
     def _publish(self) -> None:
-        if self._fd >= 0:
-            os.pwrite(self._fd, self._packed(), 0)
+        """Write the slot; OSError if the tier does not take even that."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        new = False
+        try:
+            fd = os.open(self._path, flags)
+        except FileNotFoundError:  # new, or somebody who cannot see this process has taken it for dead
+            fd = os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            new = True
+        try:
+            if new:
+                os.fchmod(fd, 0o600)
+            packed = _SLOT.pack(_MAGIC, self._pid, self._start, self.reserved, self.written, self.freed)
+            if os.pwrite(fd, packed, 0) != _SLOT.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+        finally:
+            os.close(fd)
 
     def _others(self) -> list[tuple[str, bool, int, int]]:
         """Path, liveness, bytes held and bytes reserved of each other slot."""
@@ -128,9 +122,15 @@ class Board:
     def reserve(self, nbytes: int) -> None:
         """Announce a write, whatever the capacity. OSError: the tier refuses even that."""
         with self._lock:
-            self._open()
-            self.reserved += nbytes
+            self._announce(nbytes)
+
+    def _announce(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        try:
             self._publish()
+        except BaseException:
+            self.reserved -= nbytes
+            raise
 
     def try_reserve(self, nbytes: int, capacity_nbytes: int) -> bool:
         """Announce a write if all processes together stay within the capacity; whether they do.
@@ -138,34 +138,30 @@ class Board:
         Of two processes that compete for the last room, both may be refused: try again after a moment.
         """
         with self._lock:
-            self._open()
-            self.reserved += nbytes
-            self._publish()
+            self._announce(nbytes)
             if sum(self._sum(max_age_s=0)) <= capacity_nbytes:
                 return True
-            self.reserved -= nbytes
-            self._publish()
+            self._change(reserved=-nbytes)
             return False
+
+    def _change(self, *, reserved: int = 0, written: int = 0, freed: int = 0) -> None:
+        self.reserved += reserved
+        self.written += written
+        self.freed += freed
+        with contextlib.suppress(OSError):  # others see it later; until then they see too many bytes, not too few
+            self._publish()
 
     def settle(self, reserved: int, written: int) -> None:
         """A write ended: its reservation becomes `written` bytes (0 if it failed)."""
         with self._lock:
-            self.reserved -= reserved
-            self.written += written
-            self._publish()
+            self._change(reserved=-reserved, written=written)
 
     def free(self, nbytes: int) -> None:
         with self._lock:
-            self.freed += nbytes
-            self._publish()
+            self._change(freed=nbytes)
 
     def close(self) -> None:
         """Give the slot back. What this process wrote stays on the books for as long as others live."""
         with self._lock:
-            self._closed = True
-            if self._fd >= 0:
-                self._pid = 0
-                self.reserved = 0
-                self._publish()
-                os.close(self._fd)
-                self._fd = -1
+            self._pid = 0
+            self._change()

@@ -4,8 +4,10 @@ A version exists from the instant at which its root is created, exclusively, and
 segments are durable; the zarr.json files; the fence (a run that is no longer the newest may not commit); the root.
 
 Crash windows: before the root, there is only a dead attempt, which no reader looks at; retention collects it after it has
-taken the root's place with a tombstone, so a writer that was only slow finds the place taken. After the root, the version
-exists, whether or not the writer ever learns it: it recognises its own attempt when it reads the root back.
+taken the root's place with a tombstone, so a writer that was only slow finds the place taken. On file systems the root
+comes out of the attempt's own directory, so it cannot appear after that has lost its name, whatever became of the place.
+After the root, the version exists, whether or not the writer ever learns it: it recognises its own attempt when it reads
+the root back, and takes a failed call for a success if the root is there and durable.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import msgspec
 from veloc_dask.storage import layout
 from veloc_dask.storage import root as roots
 from veloc_dask.storage.errors import IntegrityError, VersionExists
+from veloc_dask.storage.faults import fault_point
 from veloc_dask.storage.remote import Remote
 
 
@@ -65,31 +68,55 @@ def commit(remote: Remote, root: roots.Root, documents: dict[str, bytes]) -> Non
     Raises
     ------
     VersionExists
-        Its number is taken, or a later run has taken over the name.
+        Its number is taken, a later run has taken over the name, or the attempt was collected as dead.
     """
     assert root.run is not None
     base = f"{root.name}/{root.directory}"
+    where = f"{root.name!r} version {root.version} on {remote.label}"
     remote.put_many([(f"{base}/{path}", [data]) for path, data in sorted(documents.items())])
-    newest = newest_run(remote, root.name)
-    if newest > root.run:
-        mine = read_root(remote, root.name, root.version)
-        if isinstance(mine, roots.Root) and mine.attempt == root.attempt:
+    fault_point("commit.documents")
+    if any(remote.size(f"{base}/{s.path}") != s.nbytes for s in root.segments):
+        # the documents have made the directory anew, without what belongs in it
+        if _is_ours(read_root(remote, root.name, root.version), root):
             return
         raise VersionExists(
-            f"{root.name!r} version {root.version}: run {newest} has taken over this name on {remote.label}, run {root.run} "
-            "may not commit any more; restore in the newer run, or save under another name"
+            f"{where}: its files are gone, it was given up as dead and collected; save again with a higher version"
         )
-    path = f"{root.name}/{layout.root_name(root.version)}"
-    if remote.create(path, roots.encode(root)):
+    newest = newest_run(remote, root.name)
+    if newest > root.run:
+        if _is_ours(read_root(remote, root.name, root.version), root):
+            return
+        raise VersionExists(
+            f"{where}: run {newest} has taken over this name, run {root.run} may not commit any more; restore in the newer "
+            "run, or save under another name"
+        )
+    fault_point("commit.fenced")
+    path, encoded = f"{root.name}/{layout.root_name(root.version)}", roots.encode(root)
+    try:
+        created = remote.create(path, encoded, within=base)
+    except FileNotFoundError as error:
+        created = None
+        found = read_root(remote, root.name, root.version)
+        if found is None:
+            raise VersionExists(
+                f"{where}: its files are gone, it was given up as dead and collected; save again with a higher version"
+            ) from error
+    except OSError:
+        # the reply may be lost rather than the root; asking again makes sure that what is there is durable
+        created = remote.create(path, encoded, within=base)
+    fault_point("commit.created")
+    if created:
         return
     found = read_root(remote, root.name, root.version)
-    if isinstance(found, roots.Root) and found.attempt == root.attempt:
-        return  # ours: the reply to our creation was lost
+    if _is_ours(found, root):
+        return
     what = (
         "it was given up as dead and collected"
         if isinstance(found, roots.Tombstone)
         else "another attempt has committed it"
     )
-    raise VersionExists(
-        f"{root.name!r} version {root.version} on {remote.label}: {what}; save again with a higher version"
-    )
+    raise VersionExists(f"{where}: {what}; save again with a higher version")
+
+
+def _is_ours(found: roots.Root | roots.Tombstone | None, root: roots.Root) -> bool:
+    return isinstance(found, roots.Root) and found.attempt == root.attempt

@@ -46,6 +46,22 @@ def check_private(path: str) -> None:
         )
 
 
+def make_dirs(path: str) -> None:
+    """Create a directory that the user has named, and what is missing above it; what exists stays as it is."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for part in reversed(missing):
+        try:
+            os.mkdir(part, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(part):
+                raise
+        else:
+            os.chmod(part, 0o700)  # the umask may have taken bits of the owner
+
+
 def make_private_dirs(base: str, relative: str) -> str:
     """Create `relative` below the existing directory `base`, each part 0700 and checked; return the whole path."""
     path = base
@@ -169,8 +185,8 @@ def _open_for_reading(path: str, base: str | None) -> int:
         for part in parents:
             place = os.path.join(place, part)
             below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-            os.close(above)
-            above = below
+            above, done = below, above
+            os.close(done)
         place = path
         return os.open(entry, flags, dir_fd=above)
     except OSError as error:

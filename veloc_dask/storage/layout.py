@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from veloc_dask.storage.errors import ConfigError, IntegrityError
 
@@ -25,10 +25,10 @@ META = "_meta"  # items that describe other items (an empty dataframe, divisions
 TABLE = "table"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_ROOT = re.compile(r"v(\d{8})\.json")
-_ATTEMPT = re.compile(r"v(\d{8})-([0-9a-f]{32})")
+_ROOT = re.compile(r"v([0-9]{8})\.json")  # not \d, which takes the digits of every script
+_ATTEMPT = re.compile(r"v([0-9]{8})-([0-9a-f]{32})")
 _PROTECTED = re.compile(r"protected-([0-9a-f]{32})")
-_RUN = re.compile(r"(\d{8})\.json")
+_RUN = re.compile(r"([0-9]{8})\.json")
 _PART = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,79}")
 
 
@@ -52,7 +52,7 @@ def check_version(version: object) -> int:
 def check_object(path: str) -> str:
     """Return `path` if it is a safe relative object path, else raise IntegrityError (it was read from storage)."""
     parts = path.split("/")
-    if not path or len(path) > 1024 or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
+    if len(path) > 1024 or any(p in ("", ".", "..") or "\\" in p or "\0" in p or len(p) > 255 for p in parts):
         raise IntegrityError(f"object path {path!r} leads outside of its version; the block table is not trustworthy")
     return path
 
@@ -108,13 +108,20 @@ def key_path(key: object) -> str:
 def item_path(parts: Iterable[object], taken: set[str]) -> str:
     """A readable, unique directory for the item found at `parts` (dict keys and list positions) of a saved value.
 
-    Parts that are not plain words, and paths that differ from another one only in case (some file systems fold it), get
-    a digest appended, so ``{"u": ...}`` lies in ``u/`` and ``{"u/../v": ...}`` in something harmless.
+    Parts that are not plain words get a digest appended, so ``{"u": ...}`` lies in ``u/`` and ``{"u/../v": ...}`` in
+    something harmless. Paths that are the same but for case (some file systems fold it) get a number, and so do those that
+    would lie inside another item: ``{1: ..., "1": {"c": ...}}``.
+
+    Parameters
+    ----------
+    taken
+        What earlier calls for the same version have returned, folded, and their directories with a slash at the end; the
+        caller keeps it, and starts with an empty one.
     """
     words = [str(p) for p in parts] or ["value"]
     clean = [
         w
-        if _PART.fullmatch(w) and w not in (META, TABLE) and not w.endswith(".json")
+        if _PART.fullmatch(w) and w.casefold() not in (META, TABLE) and not w.casefold().endswith(".json")
         else re.sub(r"[^A-Za-z0-9_=-]", "_", w)[:40] + "="
         for w in words
     ]
@@ -125,11 +132,21 @@ def item_path(parts: Iterable[object], taken: set[str]) -> str:
             + "-"
             + hashlib.sha256("\0".join(words).encode(errors="surrogatepass")).hexdigest()[:12]
         )
-    # an item must not lie inside another one: {"a": x, "a/b": y} cannot happen (slashes are replaced), but
-    # {"a": x, "A": y} can, and on a file system that folds case these would be one directory
-    base, n = path, 1
-    while path.casefold() in taken:
-        n += 1
-        path = f"{base}={n}"
-    taken.add(path.casefold())
+    *above, last = path.split("/")
+    directory = ""
+    for part in above:
+        directory = _free(directory + part, lambda p: p not in taken) + "/"
+    path = _free(directory + last, lambda p: taken.isdisjoint((p, p + "/")))
+    folded = path.casefold()
+    taken.add(folded)
+    taken.update(folded[: n + 1] for n, c in enumerate(folded) if c == "/")
     return path
+
+
+def _free(path: str, is_free: Callable[[str], bool]) -> str:
+    """The path, with the first number after it for which its folded form is free."""
+    found, n = path, 1
+    while not is_free(found.casefold()):
+        n += 1
+        found = f"{path}={n}"
+    return found

@@ -50,8 +50,8 @@ def local_copies(node: Node, name: str, directory: str, row: Row) -> Iterator[Co
     """The copies on this node's tiers."""
     for tier, path in node.copies(block_path(name, directory, row.object)):
 
-        def read(path: str = path) -> Bytes:
-            return files.read(path, offset=row.offset, length=row.stored_nbytes)
+        def read(path: str = path, home: str = tier.home) -> Bytes:
+            return files.read(path, offset=row.offset, length=row.stored_nbytes, base=home)
 
         def set_aside(path: str = path) -> None:
             directory, entry = os.path.split(path)

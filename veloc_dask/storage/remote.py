@@ -7,9 +7,12 @@ errors that retrying cannot mend (no permission, no space) are told from passing
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 import threading
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -19,9 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from veloc_dask.storage import files
-from veloc_dask.storage.errors import ConfigError, TierError
+from veloc_dask.storage.errors import ConfigError, IntegrityError, TierError
+from veloc_dask.storage.faults import fault_point
 
 _PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR}
+
+
+_GONE = ".gone-"  # a directory that is being deleted
+_ABANDONED_S = 3600.0
 
 
 def is_permanent(error: BaseException) -> bool:
@@ -42,8 +50,12 @@ class Remote(Protocol):
         """Several objects at once, where that saves synchronisation."""
         ...
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Write an object durably if and only if none has that name; whether we did."""
+    def create(self, path: str, data: bytes, *, within: str = "") -> bool:
+        """Write an object durably if and only if none has that name; whether we did.
+
+        Where the store can tell, `within` is a directory that must still be there at the instant of creation:
+        FileNotFoundError otherwise. After another error the object may be there all the same.
+        """
         ...
 
     def get(
@@ -62,7 +74,13 @@ class Remote(Protocol):
 
     def remove(self, path: str) -> None: ...
 
-    def remove_tree(self, path: str) -> None: ...
+    def remove_tree(self, path: str) -> None:
+        """Delete a directory. Where the store can, it loses its name at one instant, before anything in it goes."""
+        ...
+
+    def sweep(self, path: str) -> None:
+        """Delete what killed processes have left directly in a directory: temporary files, half deleted directories."""
+        ...
 
 
 class PosixRemote:
@@ -76,8 +94,9 @@ class PosixRemote:
     def open(self) -> None:
         """Create the root if it is missing, and try what a commit needs."""
         try:
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
-            probe = os.path.join(self.root, f".veloc-probe-{os.getpid()}-{threading.get_native_id()}")
+            files.make_dirs(self.root)
+            # hosts share the directory, and process ids are the same on many of them
+            probe = os.path.join(self.root, f".veloc-probe-{uuid.uuid4().hex}")
             try:
                 files.write(probe, [b"probe"], sync=True, exclusive=True)
                 try:
@@ -89,7 +108,7 @@ class PosixRemote:
                         f"remote {self.root}: this file system replaces a file where link(2) must refuse; choose another"
                     )
             finally:
-                if os.path.lexists(probe):
+                with contextlib.suppress(FileNotFoundError):
                     os.unlink(probe)
         except OSError as error:
             raise ConfigError(f"remote {self.root}: {error}; give a directory that the workers can write") from error
@@ -98,17 +117,20 @@ class PosixRemote:
         return os.path.join(self.root, path)
 
     def _directory(self, path: str) -> str:
-        relative = os.path.dirname(path)
-        full = self._path(relative)
-        if full not in self._known_dirs:
-            before = full
-            missing = []
-            while not os.path.isdir(before):
-                missing.append(before)
-                before = os.path.dirname(before)
-            files.make_private_dirs(self.root, relative)
-            for made in missing:  # a directory's own entry must be durable too
-                files.sync_directory(os.path.dirname(made))
+        """The directory of an object, created if it is missing; the entries that lead to it are durable."""
+        return self._durable_directory(os.path.dirname(path))
+
+    def _durable_directory(self, relative: str) -> str:
+        full = self._path(relative).rstrip("/")
+        if relative and full not in self._known_dirs:
+            parent = self._durable_directory(os.path.dirname(relative))
+            try:
+                files.make_private_dirs(parent, os.path.basename(relative))
+            except FileNotFoundError:  # somebody has deleted what we have seen: look anew at the next try
+                self._known_dirs.clear()
+                raise
+            # also if it exists: whoever made it may have been killed before this
+            files.sync_directory(parent)
             self._known_dirs.add(full)
         return full
 
@@ -129,24 +151,31 @@ class PosixRemote:
             files.sync_directory(directory)
         return written
 
-    def create(self, path: str, data: bytes) -> bool:
-        self._directory(path)
+    def create(self, path: str, data: bytes, *, within: str = "") -> bool:
+        directory = self._directory(path)
         try:
-            files.write(self._path(path), [data], sync=True, exclusive=True)
+            # link(2) takes the file from where it was written: once that directory is gone, nothing appears any more
+            temporary_in = self._path(within) if within else None
+            files.write(self._path(path), [data], sync=True, exclusive=True, temporary_in=temporary_in)
         except FileExistsError:
+            files.sync_directory(directory)  # it may be ours, and the call that created it have failed at this
             return False
+        except FileNotFoundError:
+            self._known_dirs.clear()
+            raise
         return True
 
     def get(
         self, path: str, *, offset: int = 0, length: int | None = None, limit: int | None = None
     ) -> npt.NDArray[np.uint8]:
-        return files.read(self._path(path), offset=offset, length=length, limit=limit)
+        return files.read(self._path(path), offset=offset, length=length, limit=limit, base=self.root)
 
     def size(self, path: str) -> int | None:
         try:
-            return os.lstat(self._path(path)).st_size
+            found = os.lstat(self._path(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def names(self, path: str) -> list[str]:
         try:
@@ -157,14 +186,43 @@ class PosixRemote:
     def remove(self, path: str) -> None:
         try:
             os.unlink(self._path(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         files.sync_directory(os.path.dirname(self._path(path)))
 
     def remove_tree(self, path: str) -> None:
         full = self._path(path)
-        self._known_dirs = {d for d in self._known_dirs if d != full and not d.startswith(full + "/")}
-        files.remove_tree(full)
+        known = self._known_dirs.copy()  # other threads add to it
+        self._known_dirs = {d for d in known if d != full and not d.startswith(full + "/")}
+        gone = os.path.join(os.path.dirname(full), f"{_GONE}{uuid.uuid4().hex}")
+        try:
+            os.rename(full, gone)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        fault_point("retention.renamed")
+        files.remove_tree(gone)
+
+    def sweep(self, path: str) -> None:
+        for entry in self.names(path):
+            full = os.path.join(self._path(path), entry)
+            if entry.startswith(_GONE):
+                files.remove_tree(full)
+            elif files.is_temporary(entry) and self._age_s(full) > _ABANDONED_S:
+                # if its writer was only slow, its rename or link fails, and it tries again
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(full)
+
+    def _age_s(self, full: str) -> float:
+        """The age of a file by the clock of the file server, which no other clock is compared with."""
+        probe = os.path.join(self.root, f".veloc-probe-{uuid.uuid4().hex}")
+        try:
+            files.write(probe, [], sync=False)
+            return os.stat(probe).st_mtime - os.lstat(full).st_mtime
+        except FileNotFoundError:
+            return 0.0
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(probe)
 
 
 class FsspecRemote:
@@ -194,20 +252,25 @@ class FsspecRemote:
         full = self._path(path)
         self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
         total = 0
-        with self._fs.open(full, "wb") as file:
-            for buffer in buffers:
-                view = memoryview(buffer)
-                file.write(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
-                total += view.nbytes
-        found = self._fs.size(full)
-        if found != total:
-            raise TierError(f"{self.label}/{path}: wrote {total} bytes, the store has {found}")
+        try:
+            with self._fs.open(full, "wb") as file:
+                for buffer in buffers:
+                    view = memoryview(buffer)
+                    file.write(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
+                    total += view.nbytes
+            found = self._fs.size(full)
+            if found != total:
+                raise TierError(f"{self.label}/{path}: wrote {total} bytes, the store has {found}")
+        except BaseException:
+            with contextlib.suppress(OSError):  # closing the file has stored what it had got by then
+                self._fs.rm_file(full)
+            raise
         return total
 
     def put_many(self, objects: Sequence[tuple[str, Iterable[Any]]]) -> list[int]:
         return [self.put(path, buffers) for path, buffers in objects]
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes, *, within: str = "") -> bool:
         with self._create_lock:
             if self._fs.exists(self._path(path)):
                 return False
@@ -221,7 +284,7 @@ class FsspecRemote:
         size = max(0, self._fs.size(full) - offset)
         size = size if length is None else min(size, length)
         if limit is not None and size > limit:
-            raise OSError(errno.EFBIG, f"expected at most {limit} bytes, found {size}", path)
+            raise IntegrityError(f"{self.label}/{path}: expected at most {limit:,} bytes, found {size:,}")
         return np.frombuffer(bytearray(self._fs.cat_file(full, start=offset, end=offset + size)), np.uint8)
 
     def size(self, path: str) -> int | None:
@@ -248,6 +311,9 @@ class FsspecRemote:
             self._fs.rm(self._path(path), recursive=True)
         except FileNotFoundError:
             return
+
+    def sweep(self, path: str) -> None:
+        """There is nothing to find: objects are written under their own names."""
 
 
 def sanitized(url: str) -> str:

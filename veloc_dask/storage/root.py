@@ -111,14 +111,20 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
                 "install the release that wrote it, or a newer one"
             )
         root: Root | Tombstone = msgspec.json.decode(envelope.body, type=Root | Tombstone)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a root of veloc_dask ({error}); the file is torn or was changed") from error
+    if not 0 <= root.version <= layout.MAX_VERSION:
+        raise IntegrityError(f"{where}: expected a version from 0 to {layout.MAX_VERSION}, found {root.version}")
     if isinstance(root, Root):
-        layout.check_object(root.attempt)
         if layout.parse_attempt(root.directory) is None:
             raise IntegrityError(f"{where}: {root.attempt!r} is not an attempt")
         for path in [*root.documents, *(s.path for s in root.segments), *(i.spec.path for i in root.items)]:
             layout.check_object(path)
+        sizes = [root.nblocks, root.nbytes, root.run or 0]
+        sizes += [n for s in root.segments for n in (s.nrows, s.nbytes)]
+        sizes += [n for i in root.items for n in (*i.spec.grid, *i.spec.shape, *i.spec.chunk)]
+        if min(sizes) < 0:
+            raise IntegrityError(f"{where}: a negative size; the root is not trustworthy")
     return root
 
 

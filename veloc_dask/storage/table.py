@@ -26,6 +26,7 @@ from veloc_dask.storage.errors import IntegrityError
 MAGIC = b"VELOCTB1"
 SEGMENT_ROWS = 8192  # so that no step on an event loop handles more than about a megabyte
 MAX_SEGMENT_NBYTES = 1 << 28
+MAX_SEGMENT_ROWS = 1 << 18  # a row takes about a kilobyte once it is a Python object
 ENCODINGS = frozenset({"array", "ndarray", "arrow", "pickle", "scalar", "bytes", "str"})
 
 
@@ -75,11 +76,13 @@ def encode_row(row: Row) -> bytes:
 
 
 def decode_row(data: bytes) -> Row:
+    """A row out of a message."""
     return check_row(msgspec.msgpack.decode(data, type=Row))
 
 
 def check_row(row: Row) -> Row:
     layout.check_object(row.object)
+    layout.check_object(row.item)
     if row.encoding not in ENCODINGS or row.codec or row.digest:
         raise IntegrityError(
             f"{row.object}: encoding {row.encoding!r}, codec {row.codec!r}, digest {row.digest!r}: this version of veloc_dask "
@@ -116,6 +119,11 @@ def decode_segment(data: bytes | memoryview) -> list[Row]:
     try:
         segment = msgspec.msgpack.decode(view[len(MAGIC) :], type=_Segment)
         n = segment.nrows
+        if not 0 <= n <= MAX_SEGMENT_ROWS:
+            raise ValueError(f"expected at most {MAX_SEGMENT_ROWS} rows, found {n}")
+        for found, known in ((segment.ints, _INTS), (segment.texts, _TEXTS), (segment.tuples, _TUPLES)):
+            if found.keys() != set(known):
+                raise ValueError(f"expected columns {sorted(known)}, found {sorted(found)[:20]}")
         columns: dict[str, Sequence[Any]] = {}
         for name, dt in _INTS.items():
             columns[name] = _ints(segment.ints[name], dt, n).tolist()
@@ -131,7 +139,7 @@ def decode_segment(data: bytes | memoryview) -> list[Row]:
             flat = _ints(pair.values, "<i8", int(lengths.sum())).tolist()
             ends = np.cumsum(lengths, dtype=np.int64).tolist()
             columns[name] = [tuple(flat[end - k : end]) for end, k in zip(ends, lengths.tolist(), strict=True)]
-    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IntegrityError(f"block table: a segment does not fit together: {error}") from error
     names = Row.__struct_fields__
     return [check_row(Row(*values)) for values in zip(*(columns[name] for name in names), strict=True)]

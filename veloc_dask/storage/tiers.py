@@ -14,13 +14,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from veloc_dask.storage import files, layout
 from veloc_dask.storage.board import Board
 from veloc_dask.storage.errors import ConfigError, TierError
+from veloc_dask.storage.faults import fault_point
 from veloc_dask.storage.placement import Device
 
 logger = logging.getLogger("veloc_dask")
@@ -80,6 +81,7 @@ class Tier:
         self._lock = threading.Lock()
         self._blocked_until = 0.0
         self._pause_s = 0.0
+        self._trouble = ""
 
     def device(self) -> Device:
         """The tier's state for the placement policy."""
@@ -89,10 +91,17 @@ class Tier:
             stat = os.statvfs(self.home)
             # leave a little to others who share the device: filling it to the last byte breaks them
             spare = min(256 << 20, stat.f_blocks * stat.f_frsize // 20)
-            capacity = min(capacity, used + max(0, stat.f_bavail * stat.f_frsize - spare))
+            free = stat.f_bavail * stat.f_frsize - spare - self.board.pending_nbytes()
+            capacity = min(capacity, used + max(0, free))
         except OSError as error:
             self._failed(error)
         return Device(self.path, capacity, used, time.monotonic() >= self._blocked_until)
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier is set aside, "" if it is not."""
+        with self._lock:
+            return self._trouble if time.monotonic() < self._blocked_until else ""
 
     def _failed(self, error: OSError) -> None:
         """Leave the tier alone for a while; the pause doubles up to a minute while it keeps failing."""
@@ -100,6 +109,7 @@ class Tier:
             first = self._pause_s == 0
             self._pause_s = min(60.0, max(1.0 if error.errno in _FULL else 5.0, 2 * self._pause_s))
             self._blocked_until = time.monotonic() + self._pause_s
+            self._trouble = str(error)
         if first:
             logger.warning("tier %s is not used for now: %s", self.path, error)
 
@@ -111,28 +121,73 @@ class Tier:
             self._known_dirs.add(path)
         return path
 
+    def try_reserve(self, nbytes: int) -> bool:
+        """Reserve room for a `write`; False if other processes have taken it meanwhile. OSError: the tier is set aside."""
+        try:
+            if self.capacity_nbytes >= _NEVER:
+                self.board.reserve(nbytes)
+            elif not self.board.try_reserve(nbytes, self.capacity_nbytes):
+                return False
+        except OSError as error:
+            self._failed(error)
+            raise
+        fault_point("tier.reserved")
+        return True
+
     def write(self, relative: str, buffers: Iterable[object], nbytes: int, *, reserved: bool = False) -> int:
         """Write a file of `nbytes` bytes below ``home``, not synced (level ``local`` does not promise it).
 
         `buffers` may be iterated twice. With `reserved` the caller has reserved the bytes on the board already.
         """
-        if not reserved:
-            self.board.reserve(nbytes)
-        written = 0
-        directory, _, entry = relative.rpartition("/")
         try:
+            if not reserved:
+                self.board.reserve(nbytes)
+            written = 0
             try:
-                written = files.write(os.path.join(self.directory(directory), entry), buffers, sync=False)
-            except FileNotFoundError:  # somebody removed the directory (retention, or a person): make it again, once
-                self._known_dirs.clear()
-                written = files.write(os.path.join(self.directory(directory), entry), buffers, sync=False)
-            self._pause_s = 0.0
-            return written
+                replaced = self._size(relative)
+                try:
+                    written = self._write(relative, buffers)
+                except (
+                    FileNotFoundError
+                ):  # somebody removed the directory (retention, or a person): make it again, once
+                    self._known_dirs.clear()
+                    written = self._write(relative, buffers)
+                fault_point("tier.before_settle")
+            finally:
+                self.board.settle(nbytes, written)
+            if replaced:
+                self.board.free(replaced)
         except OSError as error:
             self._failed(error)
             raise
+        self._pause_s = 0.0
+        return written
+
+    def create(self, relative: str, data: bytes) -> bool:
+        """Write a small file below ``home`` if and only if none has that name; whether we did."""
+        directory, _, entry = relative.rpartition("/")
+        self.board.reserve(len(data))
+        written = 0
+        try:
+            written = files.write(os.path.join(self.directory(directory), entry), [data], sync=False, exclusive=True)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            self._known_dirs.clear()
+            raise
         finally:
-            self.board.settle(nbytes, written)
+            self.board.settle(len(data), written)
+        return True
+
+    def _write(self, relative: str, buffers: Iterable[object]) -> int:
+        directory, _, entry = relative.rpartition("/")
+        return files.write(os.path.join(self.directory(directory), entry), buffers, sync=False)
+
+    def _size(self, relative: str) -> int:
+        try:
+            return os.lstat(os.path.join(self.home, relative)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
 
     def find(self, relative: str) -> str | None:
         """The path of a file below ``home``, None if it is not here."""
@@ -157,7 +212,8 @@ class Tier:
 
     def remove_tree(self, relative: str) -> None:
         path = os.path.join(self.home, relative)
-        self._known_dirs = {d for d in self._known_dirs if d != path and not d.startswith(path + "/")}
+        known = self._known_dirs.copy()  # other threads add to it
+        self._known_dirs = {d for d in known if d != path and not d.startswith(path + "/")}
         self.board.free(files.remove_tree(path))
 
     def close(self) -> None:
@@ -179,28 +235,46 @@ class Node:
                 yield tier, path
 
     def put(self, relative: str, data: bytes) -> None:
-        """Write a small file (root, table, zarr.json) to the fastest tier that takes it."""
+        """Write a small file (root, table, zarr.json) to the fastest tier that takes it.
+
+        Capacities hold for blocks: where no tier has room, the small files of a version may go over them.
+        """
         errors = []
-        for tier in sorted(self.tiers, key=lambda t: not t.device().usable):
+        for tier in sorted(self.tiers, key=lambda t: self._reluctance(t, len(data))):
             try:
                 tier.write(relative, [data], len(data))
             except OSError as error:
-                errors.append(f"{tier.path}: {error}")
+                errors.append(f"tier {tier.path}: {error}")
             else:
                 return
         raise TierError(f"no local tier of this node took {relative}: " + "; ".join(errors or ["there is none"]))
+
+    @staticmethod
+    def _reluctance(tier: Tier, nbytes: int) -> tuple[bool, bool]:
+        device = tier.device()
+        return not device.usable, device.used_nbytes + nbytes > device.capacity_nbytes
 
     def entries(self, relative: str) -> list[str]:
         """The names below `relative` on any tier."""
         return sorted({e for tier in self.tiers for e in tier.listdir(relative)})
 
     def remove_tree(self, relative: str) -> None:
-        for tier in self.tiers:
-            tier.remove_tree(relative)
+        """Delete a directory on every tier; a tier that refuses does not keep it on the others, but is reported."""
+        self._on_each(lambda tier: tier.remove_tree(relative))
 
     def remove(self, relative: str) -> None:
+        """Delete a file on every tier; a tier that refuses does not keep it on the others, but is reported."""
+        self._on_each(lambda tier: tier.remove(relative))
+
+    def _on_each(self, operation: Callable[[Tier], None]) -> None:
+        errors = []
         for tier in self.tiers:
-            tier.remove(relative)
+            try:
+                operation(tier)
+            except OSError as error:
+                errors.append((tier, error))
+        if errors:
+            raise TierError("; ".join(f"tier {tier.path}: {error}" for tier, error in errors)) from errors[0][1]
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -213,7 +287,7 @@ def _read_marker(path: str) -> str | None:
         return uuid.UUID(marker.node).hex
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, OSError) as error:
         raise ConfigError(
             f"{path}: not a node marker of veloc_dask ({error}); remove the directory or choose another tier"
         ) from error
@@ -256,7 +330,7 @@ def open_node(
                     f"tier {path}: lies in Dask's local_directory {place}, which Dask deletes; choose another place"
                 )
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
+            files.make_dirs(path)
             files.make_private_dirs(path, f"veloc-{os.geteuid()}")
             stat = os.statvfs(path)
         except OSError as error:
@@ -281,10 +355,13 @@ def open_node(
         rams.append(ram)
         capacities.append(_NEVER if capacity is None else capacity)
     markers = [os.path.join(p, f"veloc-{os.geteuid()}", "node.json") for p in paths]
-    found = [m for m in map(_read_marker, markers) if m is not None]
+    known = [_read_marker(m) for m in markers]
+    found = [node for node in known if node is not None]
     node = found[0] if found else uuid.uuid4().hex
     document = msgspec.json.encode(_Marker(node, socket.gethostname()))
     for position, marker in enumerate(markers):
+        if known[position] is not None:
+            continue  # a worker that starts again finds its tier, even if that is full by now
         try:
             files.write(marker, [document], sync=True, exclusive=True)
         except FileExistsError:

@@ -8,6 +8,7 @@ remote tier.
 from __future__ import annotations
 
 import logging
+import random
 import struct
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ logger = logging.getLogger("veloc_dask")
 
 _PIECE = 1 << 21  # about what a core's cache holds
 _WAIT_S = 0.2
+_RACES = 5  # how often room that another process may have left is asked for again
+_RACE_S = 0.002
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -138,7 +141,9 @@ class Writer:
     def _store_local(self, path: str, sealed: _Sealed, nbytes: int, failures: list[str]) -> bool:
         tiers = self._node.tiers
         tried: set[int] = set()
+        races = 0
         while True:
+            reserved = False
             with self._placing:  # so that two threads do not both take the last room
                 devices = [t.device() for t in tiers]
                 devices = [
@@ -146,14 +151,30 @@ class Writer:
                 ]
                 choice = self._policy(nbytes, devices)
                 if choice.device is not None:
-                    tiers[choice.device].board.reserve(nbytes)
+                    try:
+                        reserved = tiers[choice.device].try_reserve(nbytes)
+                    except OSError as error:
+                        failures.append(f"tier {tiers[choice.device].path}: {error}")
+                        tried.add(choice.device)
+                        continue
             if choice.wait:
                 threading.Event().wait(_WAIT_S)
                 continue
+            if not reserved and (races or choice.device is not None):
+                # another process was about to take the same room, and may leave it again just as we do now
+                races += 1
+                if races <= _RACES:
+                    threading.Event().wait(random.uniform(0, _RACE_S * 2**races))
+                    continue
+                if choice.device is not None:
+                    failures.append(f"tier {tiers[choice.device].path}: other processes took the room")
+                    tried.add(choice.device)
+                    continue
             if choice.device is None:
                 failures.extend(
                     f"tier {d.name}: {d.used_nbytes:,} of {d.capacity_nbytes:,} bytes used, {nbytes:,} needed"
-                    + ("" if d.usable else ", set aside after an error")
+                    if not (trouble := tiers[i].trouble)
+                    else f"tier {d.name}: set aside after an error: {trouble}"
                     for i, d in enumerate(devices)
                     if i not in tried
                 )
