@@ -88,9 +88,10 @@ def persist(client: Any, value: Any) -> Any:
     """The same nesting with its lazy collections persisted.
 
     Dataframes go with one call and everything else with another: submitted together, Dask would give up the optimisation of
-    the dataframes.
+    the dataframes. In one call the kinds stand together, since Dask (2026.8) mixes up the results of alternating ones.
     """
-    lazy = {id(leaf): leaf for leaf in leaves(value) if keys_of(leaf) is None}
+    found = {id(leaf): leaf for leaf in leaves(value) if keys_of(leaf) is None}
+    lazy = dict(sorted(found.items(), key=lambda pair: str(kind_of(pair[1]))))
     persisted: dict[int, Any] = {}
     for frames in (True, False):
         group = {i: leaf for i, leaf in lazy.items() if (kind_of(leaf) == "frame") is frames}
@@ -426,6 +427,8 @@ def items_in(node: Any, items: Sequence[Item]) -> set[int]:
     """The items that a part of a structure refers to, those that describe others included."""
     if node["type"] == "item":
         number = node["item"]
+        if not 0 <= number < len(items):
+            raise IntegrityError(f"the root's structure refers to item {number} of {len(items)}; it was changed")
         recipe = items[number].recipe
         return {number, *(recipe[k] for k in ("meta", "divisions_item") if k in recipe)}
     return {n for v in node.get("values", ()) for n in items_in(v, items)}

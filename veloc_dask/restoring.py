@@ -56,7 +56,10 @@ def block_refs(root: roots.Root, segments: dict[str, bytes], *, durable: bool, w
                 f"{what}: table segment {segment.path} does not match its root (expected {segment.nbytes} bytes, found "
                 f"{len(data)}); verify the version, or restore another one"
             )
-        for row in table.decode_segment(data):
+        rows = table.decode_segment(data)
+        if len(rows) != segment.nrows:
+            raise IntegrityError(f"{what}: {segment.path} has {len(rows)} rows, its root says {segment.nrows}")
+        for row in rows:
             spec = root.items[numbers[row.item]].spec if row.item in numbers else None
             if spec is None or len(row.index) != len(spec.grid):
                 raise IntegrityError(f"{what}: the table lists a block {row.index} of unknown item {row.item!r}")
@@ -65,6 +68,8 @@ def block_refs(root: roots.Root, segments: dict[str, bytes], *, durable: bool, w
             position = int(np.ravel_multi_index(row.index, spec.grid)) if spec.grid else 0
             nodes = (segment.node,) if segment.node else ()
             ref = BlockRef(root.name, root.directory, table.encode_row(row), spec, nodes, durable or not segment.node)
+            if refs[numbers[row.item]][position]:
+                raise IntegrityError(f"{what}: the table lists block {row.index} of item {row.item!r} twice")
             refs[numbers[row.item]][position] = messages.encode(ref)
     for number, blocks in refs.items():
         if not all(blocks):

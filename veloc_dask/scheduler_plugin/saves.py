@@ -160,6 +160,7 @@ class Save:
         self.states[number] = BlockState.WANTED
         self.captured -= 1
         self.nbytes -= nbytes
+        self.rows[number] = b""
         self.nodes[number] = self.workers[number] = ""
 
 

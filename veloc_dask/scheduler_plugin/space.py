@@ -20,7 +20,7 @@ from veloc_dask.scheduler_plugin.catalog import Lease
 from veloc_dask.scheduler_plugin.internals import Key
 from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig
 from veloc_dask.scheduler_plugin.saves import ORDER_BATCH, BlockState, ProtectDriver, Save, SaveDriver, lost_blocks
-from veloc_dask.storage import layout
+from veloc_dask.storage import layout, table
 from veloc_dask.storage.blocks import ItemSpec
 from veloc_dask.storage.errors import BlockLost, ConfigError, VelocError, VersionExists
 from veloc_dask.storage.remote import is_memory
@@ -173,7 +173,7 @@ class Space:
             for number in numbers:
                 key = save.keys[number]
                 self.plugin.recovery.drop(key, save.directory)
-                save.set_lost(number, 0)
+                save.set_lost(number, table.decode_row(save.rows[number]).stored_nbytes)
                 if key is not None and key in self.scheduler.tasks:
                     self.want_again(driver, number)
                 else:

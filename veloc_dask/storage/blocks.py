@@ -48,7 +48,7 @@ _TILE = 64  # elements of the last axis; measured: a third of the time of a copy
 _NUMPY_BYTES, _NUMPY_STR = '"|S1"', '"<U1"'  # in the dtype of a row with encoding bytes or str: a scalar of numpy
 
 
-class ItemSpec(msgspec.Struct, frozen=True):
+class ItemSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the encoder must know of the item that a block belongs to.
 
     Attributes

@@ -1,8 +1,9 @@
 """Every path of the format, version 1, and the rules for names. Nothing else builds a path.
 
-The remote tier and each node-local tier hold the same tree below ``<name>/``::
+The remote tier and each node-local tier hold nearly the same tree below ``<name>/``::
 
-    <name>/v00000012.json                    the root
+    <name>/v00000012.json                    the root               (node-local: a claim on the number, without a remote tier)
+    <name>/v00000012-<attempt>/root.json     the root               (node-local tiers only)
     <name>/v00000012-<attempt>/              a Zarr v3 group; table/ holds the block table
     <name>/protected-<run uuid>/             blocks of ``protect``; never has a root     (node-local tiers only)
     <name>/runs/00000003.json                the third run that saved under this name    (remote tier only)

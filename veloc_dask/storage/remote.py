@@ -258,7 +258,7 @@ class FsspecRemote:
                     view = memoryview(buffer)
                     file.write(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
                     total += view.nbytes
-            found = self._fs.size(full)
+            found = self.size(path)
             if found != total:
                 raise TierError(f"{self.label}/{path}: wrote {total} bytes, the store has {found}")
         except BaseException:
@@ -272,7 +272,7 @@ class FsspecRemote:
 
     def create(self, path: str, data: bytes, *, within: str = "") -> bool:
         with self._create_lock:
-            if self._fs.exists(self._path(path)):
+            if self.size(path) is not None:
                 return False
             self.put(path, [data])
             return True
@@ -280,18 +280,24 @@ class FsspecRemote:
     def get(
         self, path: str, *, offset: int = 0, length: int | None = None, limit: int | None = None
     ) -> npt.NDArray[np.uint8]:
-        full = self._path(path)
-        size = max(0, self._fs.size(full) - offset)
+        found = self.size(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.label}/{path}")
+        size = max(0, found - offset)
         size = size if length is None else min(size, length)
         if limit is not None and size > limit:
             raise IntegrityError(f"{self.label}/{path}: expected at most {limit:,} bytes, found {size:,}")
-        return np.frombuffer(bytearray(self._fs.cat_file(full, start=offset, end=offset + size)), np.uint8)
+        # an empty range is refused by some stores
+        data = self._fs.cat_file(self._path(path), start=offset, end=offset + size) if size else b""
+        return np.frombuffer(bytearray(data), np.uint8)
 
     def size(self, path: str) -> int | None:
         try:
-            return int(self._fs.size(self._path(path)))
-        except FileNotFoundError:
+            self._fs.invalidate_cache()  # a listing from before says nothing about now
+            info = self._fs.info(self._path(path))
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        return int(info["size"]) if info["type"] == "file" else None
 
     def names(self, path: str) -> list[str]:
         try:
@@ -301,16 +307,12 @@ class FsspecRemote:
             return []
 
     def remove(self, path: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._fs.rm_file(self._path(path))
-        except FileNotFoundError:
-            return
 
     def remove_tree(self, path: str) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._fs.rm(self._path(path), recursive=True)
-        except FileNotFoundError:
-            return
 
     def sweep(self, path: str) -> None:
         """There is nothing to find: objects are written under their own names."""

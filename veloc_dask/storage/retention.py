@@ -122,11 +122,14 @@ def discard_remote(remote: Remote, name: str, directory: str, *, run: int, may_c
     attempt = layout.parse_attempt(directory)
     assert attempt is not None
     version = attempt[0]
-    if may_commit and not remote.create(f"{name}/{layout.root_name(version)}", _tombstone(name, version, run)):
+    if may_commit and remote.create(f"{name}/{layout.root_name(version)}", _tombstone(name, version, run)):
+        found = None
+    else:
         found = commit.read_root(remote, name, version)
-        if isinstance(found, roots.Root):
-            if found.directory == directory:
-                return False
+    if isinstance(found, roots.Root):
+        if found.directory == directory:
+            return False
+        if may_commit:
             remote.put(f"{name}/{directory}{_DEAD}", [b""])
     remote.remove_tree(f"{name}/{directory}")
     return True

@@ -8,6 +8,7 @@ its version will never exist. Nothing here does I/O, and nothing is unpickled.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ MAX_ROOT_NBYTES = 64 << 20
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One collection or object inside a version."""
 
-    kind: str  # array, frame, bag, delayed, future, object
+    kind: str  # array, frame, bag, delayed, future, object; meta describes another item
     spec: ItemSpec
     recipe: dict[str, Any] = {}  # what `kind` needs to be rebuilt; JSON
     view: bool = True  # whether zarr.json describes its files (False: only the block table does)
@@ -118,6 +119,13 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
     if isinstance(root, Root):
         if layout.parse_attempt(root.directory) is None:
             raise IntegrityError(f"{where}: {root.attempt!r} is not an attempt")
+        if sum(math.prod(item.spec.grid) for item in root.items) != root.nblocks:
+            raise IntegrityError(f"{where}: its items do not have {root.nblocks} blocks; the root was changed")
+        for item in root.items:
+            if item.spec.form not in ("array", "blocks") or min(item.spec.grid, default=0) < 0:
+                raise IntegrityError(
+                    f"{where}: item {item.spec.path!r} has a form or a grid that this veloc_dask does not know"
+                )
         for path in [*root.documents, *(s.path for s in root.segments), *(i.spec.path for i in root.items)]:
             layout.check_object(path)
         sizes = [root.nblocks, root.nbytes, root.run or 0]

@@ -206,7 +206,7 @@ class Tier:
         try:
             size = os.lstat(path).st_size
             os.unlink(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         self.board.free(size)
 
