@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dask._task_spec import Alias, DataNode, Task
 from distributed import Future
 from distributed.protocol.serialize import deserialize_bytes
+from distributed.scheduler import ClientState
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -176,8 +177,25 @@ def prefer_workers(ts: TaskState, workers: Collection[str]) -> None:
         ts.loose_restrictions = True
 
 
+def keep_keys(scheduler: Scheduler, keys: Iterable[Key], client: str) -> None:
+    """Have a pseudo client want known keys, so that they live for as long as it does.
+
+    What `Scheduler.client_desires_keys` does for queues and published datasets, without a report for each key to a client
+    that has no connection.
+    """
+    state = scheduler.clients.get(client)
+    if state is None:
+        state = scheduler.clients[client] = ClientState(client)
+    for key in keys:
+        ts = scheduler.tasks[key]
+        if ts.who_wants is None:
+            ts.who_wants = set()
+        ts.who_wants.add(state)
+        state.wants_what.add(ts)
+
+
 def forget_pseudo_client(scheduler: Scheduler, client: str) -> None:
-    """Remove a client that only `Scheduler.client_desires_keys` made, and let go of all that it wanted."""
+    """Remove a client that only `keep_keys` made, and let go of all that it wanted."""
     state = scheduler.clients.get(client)
     if state is None:
         return

@@ -36,6 +36,7 @@ logger = logging.getLogger("veloc_dask")
 F = TypeVar("F", bound=Callable[..., Any])
 
 WORKER_TIMEOUT_S = 60.0
+DISPATCH_S = 0.002
 
 
 def guarded(function: F) -> F:
@@ -147,7 +148,7 @@ class VelocPlugin(SchedulerPlugin):
             for key in [k for k in self.unknown if k in scheduler.tasks]:
                 driver = self.unknown.pop(key)
                 if driver.pins and not driver.save.done:
-                    scheduler.client_desires_keys([key], driver.save.client)
+                    internals.keep_keys(scheduler, [key], driver.save.client)
         if self.spaces:
             for key in tasks:
                 ts = scheduler.tasks.get(key)
@@ -217,7 +218,8 @@ class VelocPlugin(SchedulerPlugin):
         self._everything |= everything
         if not self._dispatching:
             self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+            # not at once: orders of a moment travel together, and a new save's answer to its client goes first
+            asyncio.get_running_loop().call_later(DISPATCH_S, self._dispatch)
 
     @guarded
     def _dispatch(self) -> None:

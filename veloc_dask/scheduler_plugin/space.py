@@ -317,7 +317,7 @@ class Space:
                 await asyncio.sleep(0)
         if known and driver.pins:
             # the save goes on when the client leaves or drops its futures: the save itself wants the keys
-            self.scheduler.client_desires_keys(known, save.client)
+            internals.keep_keys(self.scheduler, known, save.client)
         if unknown:
             self.plugin.unknown.update(dict.fromkeys(unknown, driver))
             asyncio.get_running_loop().call_later(UNKNOWN_KEY_S, self._check_unknown, driver, unknown)
@@ -349,7 +349,7 @@ class Space:
             return
         self.plugin.want(key, driver, number)
         if driver.pins:
-            self.scheduler.client_desires_keys([key], save.client)
+            internals.keep_keys(self.scheduler, [key], save.client)
 
     def active(self) -> list[SaveDriver]:
         return [d for d in self.drivers.values() if not d.save.done]
