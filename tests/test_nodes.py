@@ -161,7 +161,7 @@ def test_a_lost_node_is_recovered_from_the_remote_tier(nodes):
 
 
 def test_a_node_that_is_lost_before_the_flush_has_its_blocks_captured_again(nodes, monkeypatch):
-    monkeypatch.setattr("veloc_dask.scheduler_plugin.space.NODE_GRACE_S", 1.0)
+    monkeypatch.setattr("veloc_dask.scheduler_plugin.nodes.NODE_GRACE_S", 1.0)
     nodes.start("a", "b")
     x, expected = spread(nodes.client)
     ck = nodes.checkpointer("unflushed")

@@ -16,8 +16,7 @@ from veloc_dask import collections, restoring
 from veloc_dask.errors import CheckpointNotFound, ConfigError, VelocError
 from veloc_dask.handle import SaveHandle
 from veloc_dask.scheduler_plugin import VelocPlugin, messages
-from veloc_dask.scheduler_plugin.catalog import Version
-from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig, Status
+from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig, Status, Version
 from veloc_dask.storage import layout
 from veloc_dask.storage.remote import check_url, sanitized
 from veloc_dask.storage.tiers import TierConfig

@@ -8,71 +8,18 @@ silence.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from veloc_dask.scheduler_plugin.messages import LocalPart, RemoteList, Version
 from veloc_dask.storage.errors import BlockLost, CheckpointNotFound, VelocError
 
 if TYPE_CHECKING:
     from veloc_dask.scheduler_plugin.space import Space
 
 logger = logging.getLogger("veloc_dask")
-
-
-class Lease:
-    """A restored version whose blocks a lazy graph of this cluster may still read."""
-
-    def __init__(self, directory: str, client: str, prefix: str) -> None:
-        self.directory = directory
-        self.client = client
-        self.prefix = prefix  # of the names of its load tasks
-        self.released = False  # the client has dropped the graph; tasks may still need the blocks
-
-
-class Version(msgspec.Struct, frozen=True):
-    """One version as the user sees it."""
-
-    version: int
-    level: str  # "durable", "local", or "incomplete"
-    nblocks: int
-    nbytes: int
-    created: str
-    directory: str
-    problem: str = ""  # of an incomplete one
-
-
-class LocalPart(msgspec.Struct, frozen=True):
-    """What one node holds of a version."""
-
-    directory: str
-    version: int
-    run: int
-    nblocks: int
-    nbytes: int
-    created: str
-    segments: tuple[str, ...]  # that the root lists
-    present: tuple[str, ...]  # of these, the valid ones on this node
-    missing: tuple[str, ...]  # blocks that its segments list and that no tier of it (nor the remote one) has
-    nmissing: int = 0
-
-
-class RemotePart(msgspec.Struct, frozen=True):
-    """A version on the remote tier."""
-
-    directory: str
-    version: int
-    nblocks: int
-    nbytes: int
-    created: str
-
-
-class RemoteList(msgspec.Struct, frozen=True):
-    versions: tuple[RemotePart, ...]
-    taken: tuple[int, ...]  # numbers in use, tombstones included
-    problems: tuple[str, ...]
 
 
 class Catalog(msgspec.Struct):
@@ -86,13 +33,13 @@ async def gather(space: Space) -> Catalog:
     trouble: VelocError | None = None
     if space.config.remote is not None:
         try:
-            reply = await space.on_node("", "list_remote")
+            reply = await space.nodes.call("", "list_remote")
             remote = msgspec.msgpack.decode(reply, type=RemoteList)
         except VelocError as error:
             trouble = error
             logger.warning("the remote tier of %s cannot be listed: %s", space.name, error)
     parts: dict[str, list[LocalPart]] = {}
-    for reply in await space.on_nodes("list_local"):
+    for reply in await space.nodes.call_all("list_local"):
         for part in msgspec.msgpack.decode(reply, type=list[LocalPart]):
             parts.setdefault(part.directory, []).append(part)
     active = {d.save.directory for d in space.active()}
@@ -162,15 +109,16 @@ def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple
 async def fetch(space: Space, version: int | None, client: str) -> dict[str, Any]:
     """Root and table of a version for a client, under a lease that keeps its blocks."""
     best, notes = choose(space.name, (await gather(space)).versions, version)
-    lease_id = uuid.uuid4().hex
-    space.leases[lease_id] = Lease(best.directory, client, f"veloc-load-{lease_id}")
+    lease_id = space.lease(best.directory, client)
     try:
         if best.level == "durable":
             replies = [
-                await space.on_node("", "read_version", directory=best.directory, version=best.version, remote=True)
+                await space.nodes.call("", "read_version", directory=best.directory, version=best.version, remote=True)
             ]
         else:
-            replies = await space.on_nodes("read_version", directory=best.directory, version=best.version, remote=False)
+            replies = await space.nodes.call_all(
+                "read_version", directory=best.directory, version=best.version, remote=False
+            )
             replies = [r for r in replies if r["root"]]
         if not replies:
             raise BlockLost(f"{space.name!r} version {best.version}: its root vanished while it was read; try again")
@@ -196,8 +144,8 @@ async def delete(space: Space, version: int) -> None:
         raise CheckpointNotFound(f"{space.name!r} version {version} does not exist")
     pinned = sorted(space.pinned())
     if space.config.remote is not None:
-        await space.on_node("", "delete", version=version, remote=True, pinned=pinned)
-    await space.on_nodes("delete", version=version, remote=False, pinned=pinned)
+        await space.nodes.call("", "delete", version=version, remote=True, pinned=pinned)
+    await space.nodes.call_all("delete", version=version, remote=False, pinned=pinned)
 
 
 async def verify(space: Space, version: int | None) -> dict[str, Any]:
@@ -205,9 +153,9 @@ async def verify(space: Space, version: int | None) -> dict[str, Any]:
     best, notes = choose(space.name, (await gather(space)).versions, version)
     remote = best.level == "durable"
     if remote:
-        replies = [await space.on_node("", "verify", directory=best.directory, version=best.version, remote=True)]
+        replies = [await space.nodes.call("", "verify", directory=best.directory, version=best.version, remote=True)]
     else:
-        replies = await space.on_nodes("verify", directory=best.directory, version=best.version, remote=False)
+        replies = await space.nodes.call_all("verify", directory=best.directory, version=best.version, remote=False)
     return {
         "version": best.version,
         "level": best.level,

@@ -59,6 +59,49 @@ class Status(msgspec.Struct, frozen=True):
     flushed_nbytes: int = 0
 
 
+class Version(msgspec.Struct, frozen=True):
+    """One version as the user sees it."""
+
+    version: int
+    level: str  # "durable", "local", or "incomplete"
+    nblocks: int
+    nbytes: int
+    created: str
+    directory: str
+    problem: str = ""  # of an incomplete one
+
+
+class LocalPart(msgspec.Struct, frozen=True):
+    """What one node holds of a version."""
+
+    directory: str
+    version: int
+    run: int
+    nblocks: int
+    nbytes: int
+    created: str
+    segments: tuple[str, ...]  # that the root lists
+    present: tuple[str, ...]  # of these, the valid ones on this node
+    missing: tuple[str, ...]  # blocks that its segments list and that no tier of it (nor the remote one) has
+    nmissing: int = 0
+
+
+class RemotePart(msgspec.Struct, frozen=True):
+    """A version on the remote tier."""
+
+    directory: str
+    version: int
+    nblocks: int
+    nbytes: int
+    created: str
+
+
+class RemoteList(msgspec.Struct, frozen=True):
+    versions: tuple[RemotePart, ...]
+    taken: tuple[int, ...]  # numbers in use, tombstones included
+    problems: tuple[str, ...]
+
+
 def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 

@@ -238,7 +238,7 @@ class SaveDriver:
             if self.space.config.local:  # else all blocks are on the remote tier already
                 root = roots.encode(await self._write_table(run=None))
                 for node in sorted(set(save.nodes)) or [""]:
-                    await self.space.on_node(node, "write_root", root=root)
+                    await self.space.nodes.call(node, "write_root", root=root)
         except TierError as error:
             if self.space.config.remote is None:
                 raise
@@ -258,10 +258,12 @@ class SaveDriver:
             run = await self.space.acquire_run()
             root = roots.encode(await self._write_table(run=run))
             self._committing = True
-            await self.space.on_node("", "commit", root=root)
+            await self.space.nodes.call("", "commit", root=root)
         except TierError:
             # another run that has taken the number, or the name, may have collected our files under our hands
-            await self.space.on_node("", "check_place", version=save.version, attempt=save.attempt, run=self.space.run)
+            await self.space.nodes.call(
+                "", "check_place", version=save.version, attempt=save.attempt, run=self.space.run
+            )
             raise
         save.level = Level.DURABLE
         save.notify()
@@ -297,7 +299,7 @@ class SaveDriver:
             for start in range(0, len(numbers), table.SEGMENT_ROWS):
                 part = numbers[start : start + table.SEGMENT_ROWS]
                 path = layout.segment_path(len(segments))
-                reply = await self.space.on_node(
+                reply = await self.space.nodes.call(
                     node,
                     "write_segment",
                     required=run is None,

@@ -243,7 +243,7 @@ class VelocPlugin(SchedulerPlugin):
         space = self.spaces.get(ref.name)
         if space is None or not ref.nodes:
             return []
-        near = [a for a, n in space.nodes.items() if n in ref.nodes]
+        near = [a for a, n in space.nodes.of.items() if n in ref.nodes]
         return near if len(near) < len(self.scheduler.workers) else []
 
     def _loader(self, key: Key, refs: list[BlockRef]) -> tuple[Any, list[str]]:
@@ -301,9 +301,9 @@ class VelocPlugin(SchedulerPlugin):
             space = self.spaces[wanted.name] = Space(self, wanted)
             try:
                 await asyncio.gather(*(space.open_on(a) for a in list(self.scheduler.workers)))
-                if space.open_errors:
-                    raise next(iter(space.open_errors.values()))
-                await space.wait_for_workers(1, WORKER_TIMEOUT_S)
+                if space.nodes.open_errors:
+                    raise next(iter(space.nodes.open_errors.values()))
+                await space.nodes.wait_for(1, WORKER_TIMEOUT_S)
                 found = await catalog.gather(space)
                 space.taken.update(found.taken)
                 self._background(space.retain_local())  # what dead clusters left on these nodes
@@ -350,7 +350,7 @@ class VelocPlugin(SchedulerPlugin):
     ) -> dict[str, Any]:
         space = self.space(name)
         if wait_for:
-            await space.wait_for_workers(wait_for, timeout_s)
+            await space.nodes.wait_for(wait_for, timeout_s)
         return await catalog.fetch(space, version, client)
 
     async def veloc_read_stored(self, ref: bytes) -> dict[str, Any]:
@@ -359,10 +359,10 @@ class VelocPlugin(SchedulerPlugin):
         space = self.space(block.name)
         last: VelocError | None = None
         for node in [*block.nodes, ""]:
-            if node and not space.workers_of(node):
+            if node and not space.nodes.workers_of(node):
                 continue
             try:
-                data = await space.on_node(node, "read_block", ref=ref)
+                data = await space.nodes.call(node, "read_block", ref=ref)
                 return {"data": data, "allow_pickle": space.config.allow_pickle}
             except BlockLost as error:
                 last = error
@@ -388,7 +388,7 @@ class VelocPlugin(SchedulerPlugin):
     async def veloc_where(self, name: str, nodes: list[str]) -> list[str]:
         """Addresses of workers on these nodes, for a worker that wants to read from a peer."""
         space = self.space(name)
-        return [a for node in nodes for a in space.workers_of(node)]
+        return [a for node in nodes for a in space.nodes.workers_of(node)]
 
     async def veloc_stats(self) -> dict[str, Any]:
         return {

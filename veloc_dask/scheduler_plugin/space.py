@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.comm.core import CommClosedError
-from distributed.core import Status as WorkerStatus
-
-from veloc_dask.scheduler_plugin import internals, messages
-from veloc_dask.scheduler_plugin.catalog import Lease
+from veloc_dask.scheduler_plugin import internals, messages, nodes
 from veloc_dask.scheduler_plugin.internals import Key
 from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig
+from veloc_dask.scheduler_plugin.nodes import Nodes
 from veloc_dask.scheduler_plugin.saves import ORDER_BATCH, BlockState, ProtectDriver, Save, SaveDriver, lost_blocks
 from veloc_dask.storage import layout, table
 from veloc_dask.storage.blocks import ItemSpec
-from veloc_dask.storage.errors import BlockLost, ConfigError, VelocError, VersionExists
-from veloc_dask.storage.remote import is_memory
+from veloc_dask.storage.errors import BlockLost, VelocError, VersionExists
 from veloc_dask.storage.root import Item
 
 if TYPE_CHECKING:
@@ -33,10 +30,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("veloc_dask")
 
-NODE_GRACE_S = 30.0  # a nanny needs a few seconds to bring a worker back; after this the node counts as lost
 UNKNOWN_KEY_S = 60.0  # a graph that was submitted just before the save may still be on its way
 WATCH_S = 0.02
 SLICE = 2000  # blocks handled before the event loop gets its turn
+
+
+class Lease:
+    """A restored version whose blocks a lazy graph of this cluster may still read."""
+
+    def __init__(self, directory: str, client: str, prefix: str) -> None:
+        self.directory = directory
+        self.client = client
+        self.prefix = prefix  # of the names of its load tasks
+        self.released = False  # the client has dropped the graph; tasks may still need the blocks
 
 
 class Space:
@@ -49,79 +55,27 @@ class Space:
         self.name = config.name
         self.run_uuid = plugin.run_uuid
         self.run: int | None = None
-        self.nodes: dict[str, str] = {}  # worker address -> node uuid
-        self.open_errors: dict[str, VelocError] = {}  # worker address -> why it could not open the tiers
+        self.nodes = Nodes(plugin.scheduler, config, plugin.run_uuid)
         self.drivers: dict[str, SaveDriver] = {}  # by attempt; those that ended too, for their status
         self.taken: set[int] = set()  # versions that exist or are under way
         self.leases: dict[str, Lease] = {}
         self.protection: ProtectDriver | None = None
         self.protected: dict[Key, int] = {}  # key -> its block in `protection`
-        self._outstanding: dict[str, int] = defaultdict(int)  # worker -> blocks ordered and not reported
-        self.processes: set[str] = set()  # that have opened the space
         self._run_lock = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._joined = asyncio.Event()
 
     # -- workers and nodes ------------------------------------------------------------------------------------------
 
     async def open_on(self, address: str, *, joining: bool = False) -> None:
-        """Have a worker open the tiers; remember its node, or why it failed.
-
-        While the name is being opened the failure is raised to its user; for a worker that joins later it is logged.
-        """
-        worker = self.scheduler.workers.get(address)
-        if worker is None:
-            return
-        limits = [w.memory_limit for w in self.scheduler.workers.values() if w.host == worker.host]
-        try:
-            rpc: Any = self.scheduler.rpc(address)
-            reply = messages.result(
-                await rpc.veloc_open(
-                    config=messages.encode(self.config),
-                    run_uuid=self.run_uuid,
-                    workers_nbytes=sum(limits) if all(limits) else None,
-                )
-            )
-        except VelocError as error:
-            self.open_errors[address] = error
-            if joining:
-                logger.warning("worker %s cannot be used for %s: %s", address, self.name, error)
-            return
-        except (OSError, CommClosedError) as error:
-            logger.info("worker %s left while it opened the tiers of %s: %s", address, self.name, error)
-            return
-        if address not in self.scheduler.workers:
-            return
-        self.processes.add(reply["process"])
-        if self.config.remote is not None and is_memory(self.config.remote) and len(self.processes) > 1:
-            self.open_errors[address] = ConfigError(
-                f"{self.name!r}: memory:// is one store per process, and this cluster has several worker processes: each would "
-                "see its own; use a cluster of threads (processes=False), or a directory"
-            )
-            return
-        self.open_errors.pop(address, None)
-        node = reply["node"]
-        others = {
-            w.host for a, n in self.nodes.items() if n == node and (w := self.scheduler.workers.get(a)) is not None
-        }
-        if others - {worker.host}:
-            logger.warning(
-                "%s and %s see the same tier marker: their local tiers of %s are one shared file system, not node-local",
-                worker.host,
-                next(iter(others)),
-                self.name,
-            )
-        self.nodes[address] = node
-        self._joined.set()
-        self._joined = asyncio.Event()
-        self.reflush(node)
-        self.dispatch()
+        """Have a worker open the tiers, and give it what waits for its node."""
+        node = await self.nodes.open_on(address, joining=joining)
+        if node is not None:
+            self.reflush(node)
+            self.dispatch()
 
     def worker_left(self, address: str) -> None:
         """Give its open orders to others; blocks that only its node holds wait for the node to come back."""
-        node = self.nodes.pop(address, None)
-        self.open_errors.pop(address, None)
-        self._outstanding.pop(address, None)
+        node = self.nodes.left(address)
         if node is None:
             return
         for driver in self.active():
@@ -131,14 +85,14 @@ class Space:
                     self.want_again(driver, number)
         self.reflush(node)
         self.dispatch()
-        if node not in self.nodes.values():
-            asyncio.get_running_loop().call_later(NODE_GRACE_S, self._node_lost, node)
+        if node not in self.nodes.of.values():
+            asyncio.get_running_loop().call_later(nodes.NODE_GRACE_S, self._node_lost, node)
 
     def reflush(self, node: str) -> None:
         """Have the blocks that lie on a node, and that nobody flushes, flushed by one of its workers."""
         if self.config.remote is None:
             return
-        addresses = [a for a, n in self.nodes.items() if n == node]
+        addresses = [a for a, n in self.nodes.of.items() if n == node]
         if not addresses:
             return
         for driver in self.active():
@@ -148,7 +102,7 @@ class Space:
             numbers = [
                 n
                 for n, state in enumerate(save.states)
-                if state == BlockState.CAPTURED and save.nodes[n] == node and save.workers[n] not in self.nodes
+                if state == BlockState.CAPTURED and save.nodes[n] == node and save.workers[n] not in self.nodes.of
             ]
             for start in range(0, len(numbers), ORDER_BATCH):
                 address = addresses[(start // ORDER_BATCH) % len(addresses)]
@@ -164,7 +118,7 @@ class Space:
                 )
 
     def _node_lost(self, node: str) -> None:
-        if node in self.nodes.values():
+        if node in self.nodes.of.values():
             return
         for driver in self.active():
             save = driver.save
@@ -188,83 +142,6 @@ class Space:
 
     def _send(self, address: str, op: str, **message: Any) -> None:
         self.scheduler.worker_send(address, {"op": op, "name": self.name, **message})
-
-    def workers_of(self, node: str) -> list[str]:
-        """Running workers on a node ("": on any), the least busy first."""
-        found = [
-            a
-            for a, n in self.nodes.items()
-            if (not node or n == node)
-            and (w := self.scheduler.workers.get(a)) is not None
-            and w.status in (WorkerStatus.running, WorkerStatus.paused, WorkerStatus.closing_gracefully)
-        ]
-        return sorted(
-            found, key=lambda a: (self.scheduler.workers[a].status != WorkerStatus.running, self._outstanding[a])
-        )
-
-    async def on_node(self, node: str, call: str, *, required: bool = True, **arguments: Any) -> Any:
-        """Call a worker of a node ("": of any), another one if it dies meanwhile; wait a while for one to join.
-
-        Without `required` any worker will do when the node has none. Errors of ours that the worker raises pass through.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + NODE_GRACE_S
-        last = "no worker has joined yet"
-        while True:
-            joined = self._joined
-            addresses = self.workers_of(node) or (self.workers_of("") if not required else [])
-            for address in addresses:
-                try:
-                    worker: Any = self.scheduler.rpc(address)
-                    return messages.result(await worker.veloc_call(name=self.name, call=call, arguments=arguments))
-                except VelocError:
-                    raise
-                except (OSError, CommClosedError) as error:
-                    last = f"{address}: {error}"
-            if addresses:
-                await asyncio.sleep(0.1)  # until the scheduler has noticed that they are gone
-            else:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        await joined.wait()
-                except TimeoutError:
-                    pass
-            if loop.time() >= deadline:
-                where = f"node {node}" if node else "the cluster"
-                problem = next(iter(self.open_errors.values()), None)
-                raise BlockLost(
-                    f"{self.name!r}: no worker of {where} can be reached ({problem or last}); start a worker there and try again"
-                )
-
-    async def on_nodes(self, call: str, **arguments: Any) -> list[Any]:
-        """Call one worker of each node; nodes that fail are logged and left out."""
-        nodes = sorted(set(self.nodes.values()))
-        replies = await asyncio.gather(*(self.on_node(n, call, **arguments) for n in nodes), return_exceptions=True)
-        good = []
-        for node, reply in zip(nodes, replies, strict=True):
-            if isinstance(reply, BaseException):
-                logger.warning("%s on node %s failed: %s", call, node, reply)
-            else:
-                good.append(reply)
-        return good
-
-    async def wait_for_workers(self, count: int, timeout_s: float) -> None:
-        """Until `count` nodes have joined (at least one worker)."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while len(set(self.nodes.values())) < max(1, count):
-            if self.open_errors and not self.nodes:
-                raise next(iter(self.open_errors.values()))
-            joined = self._joined
-            try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + 0.5)):
-                    await joined.wait()
-            except TimeoutError:
-                if loop.time() >= deadline:
-                    raise ConfigError(
-                        f"{self.name!r}: expected {max(1, count)} node(s) within {timeout_s:g} s, found "
-                        f"{len(set(self.nodes.values()))}; start the workers first, or ask for fewer with wait_for="
-                    ) from None
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -366,7 +243,7 @@ class Space:
         for number, data in list(save.plain.items()):
             if save.states[number] != BlockState.WANTED:
                 continue
-            addresses = self.workers_of("")
+            addresses = self.nodes.workers_of("")
             if not addresses:
                 return
             self._assign(save, number, addresses[0])
@@ -396,7 +273,7 @@ class Space:
     def _assign(self, save: Save, number: int, address: str) -> None:
         save.states[number] = BlockState.ORDERED
         save.workers[number] = address
-        self._outstanding[address] += 1
+        self.nodes.outstanding[address] += 1
 
     def order(self, wanted: Iterable[tuple[SaveDriver, int]]) -> list[tuple[SaveDriver, int]]:
         """Send capture orders for blocks in memory; returns those for which no worker is ready yet."""
@@ -419,11 +296,11 @@ class Space:
                     )
                 )
                 continue
-            addresses = [w.address for w in ts.who_has if w.address in self.nodes]
+            addresses = [w.address for w in ts.who_has if w.address in self.nodes.of]
             if not addresses:
                 left.append((driver, number))
                 continue
-            address = min(addresses, key=lambda a: self._outstanding[a])
+            address = min(addresses, key=lambda a: self.nodes.outstanding[a])
             self._assign(save, number, address)
             batches[address, save.attempt].append((number, key, save.item_of[number], save.index_of[number]))
             drivers[save.attempt] = driver
@@ -461,7 +338,7 @@ class Space:
         self.plugin.unwant(key, self.protection, number)
         self.plugin.recovery.drop(key, save.directory)
         if save.states[number] >= BlockState.CAPTURED:
-            for address in self.workers_of(save.nodes[number])[:1]:
+            for address in self.nodes.workers_of(save.nodes[number])[:1]:
                 self._send(address, "veloc-forget", directory=save.directory, rows=[save.rows[number]])
         save.states[number] = BlockState.FLUSHED  # nothing is to be done about it any more
         save.keys[number] = None
@@ -478,7 +355,9 @@ class Space:
         missing: Collection[int],
     ) -> None:
         driver = self.drivers.get(save)
-        self._outstanding[worker] = max(0, self._outstanding[worker] - len(blocks) - len(failed) - len(missing))
+        self.nodes.outstanding[worker] = max(
+            0, self.nodes.outstanding[worker] - len(blocks) - len(failed) - len(missing)
+        )
         if driver is None or driver.save.done:
             return
         state = driver.save
@@ -531,7 +410,7 @@ class Space:
         """This cluster's run number under the name, taken at the first commit."""
         async with self._run_lock:
             if self.run is None:
-                self.run = await self.on_node("", "take_run")
+                self.run = await self.nodes.call("", "take_run")
             return self.run
 
     def ended(self, save: Save) -> None:
@@ -558,8 +437,14 @@ class Space:
             if not isinstance(save.error, VersionExists):
                 self.taken.discard(save.version)
         remote = remote and self.config.remote is not None
-        for address in list(self.nodes):
+        for address in list(self.nodes.of):
             self._send(address, "veloc-abort", directory=save.directory, local=local, remote=remote)
+
+    def lease(self, directory: str, client: str) -> str:
+        """Keep a version that a client restores until nothing of its lazy graph is left; the lease's id."""
+        lease_id = uuid.uuid4().hex
+        self.leases[lease_id] = Lease(directory, client, f"veloc-load-{lease_id}")
+        return lease_id
 
     def pinned(self) -> set[str]:
         """Directories whose blocks must stay although retention would delete them."""
@@ -583,12 +468,12 @@ class Space:
         }
 
     async def retain_local(self) -> None:
-        for removed in await self.on_nodes("retain", remote=False, run=0, **self._retention()):
+        for removed in await self.nodes.call_all("retain", remote=False, run=0, **self._retention()):
             self._forget(removed["directories"])
 
     async def retain_remote(self) -> None:
         try:
-            removed = await self.on_node("", "retain", remote=True, run=self.run, **self._retention())
+            removed = await self.nodes.call("", "retain", remote=True, run=self.run, **self._retention())
         except VelocError as error:
             logger.warning("old versions of %s could not be removed from the remote tier: %s", self.name, error)
         else:

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from veloc_dask.scheduler_plugin import messages
-from veloc_dask.scheduler_plugin.catalog import LocalPart, RemoteList, RemotePart
-from veloc_dask.scheduler_plugin.messages import SpaceConfig
+from veloc_dask.scheduler_plugin.messages import LocalPart, RemoteList, RemotePart, SpaceConfig
 from veloc_dask.storage import commit, files, layout, reader, retention, table
 from veloc_dask.storage import root as roots
 from veloc_dask.storage.errors import BlockLost, IntegrityError, TierError, VelocError, VersionExists
@@ -365,11 +364,29 @@ class WorkerSpace:
         """The verified stored bytes of a block, for a client or a peer."""
         return self.read_here(messages.decode(ref, BlockRef)).data
 
+    def _verify_documents(self, root: roots.Root, remote: bool) -> list[str]:
+        """What is wrong with the zarr.json files of a version."""
+        problems = []
+        for path, digest in root.documents.items():
+            relative = f"{self.name}/{root.directory}/{path}"
+            try:
+                if remote:
+                    data = self.remote.get(relative, limit=roots.MAX_ROOT_NBYTES)
+                else:
+                    data = files.read(next(p for _, p in self.node.copies(relative)), limit=roots.MAX_ROOT_NBYTES)
+                if roots.sha256(data) != digest:
+                    problems.append(f"{relative}: its checksum does not match; the file is torn or was changed")
+            except StopIteration:
+                problems.append(f"{relative}: is missing")
+            except OSError as error:
+                problems.append(f"{relative}: {error}")
+        return problems
+
     def verify(self, directory: str, version: int, remote: bool) -> dict[str, Any]:
         """Read and check every block of a version that this node, or the remote tier, holds."""
-        _, segments = self._read_table(directory, version, remote)
+        root, segments = self._read_table(directory, version, remote)
         nblocks = nbytes = 0
-        problems = []
+        problems = [] if root is None else self._verify_documents(root, remote)
         for _, data in segments:
             for row in table.decode_segment(data):
                 if remote:
