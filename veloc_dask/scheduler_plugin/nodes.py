@@ -7,6 +7,7 @@ on. Calls go to any worker of a node, and to another one when the first is lost 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ class Nodes:
         self.open_errors: dict[str, VelocError] = {}
         self.outstanding: dict[str, int] = defaultdict(int)
         self._processes: set[str] = set()  # that have opened the tiers
+        self._left: dict[str, asyncio.Event] = {}  # set when a worker that is being asked leaves
         self._joined = asyncio.Event()
 
     async def open_on(self, address: str, *, joining: bool) -> str | None:
@@ -105,6 +107,9 @@ class Nodes:
         """A worker is gone; return the node that it was on."""
         self.open_errors.pop(address, None)
         self.outstanding.pop(address, None)
+        left = self._left.pop(address, None)
+        if left is not None:
+            left.set()
         return self.of.pop(address, None)
 
     def workers_of(self, node: str) -> list[str]:
@@ -132,9 +137,10 @@ class Nodes:
             joined = self._joined
             addresses = self.workers_of(node) or (self.workers_of("") if not required else [])
             for address in addresses:
+                if address not in self.of:
+                    continue  # it has left while we asked another one
                 try:
-                    worker: Any = self._scheduler.rpc(address)
-                    return messages.result(await worker.veloc_call(name=self._name, call=call, arguments=arguments))
+                    return messages.result(await self._ask(address, call, arguments))
                 except VelocError:
                     raise
                 except (OSError, CommClosedError) as error:
@@ -142,17 +148,31 @@ class Nodes:
             if addresses:
                 await asyncio.sleep(0.1)  # until the scheduler has noticed that they are gone
             else:
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await joined.wait()
-                except TimeoutError:
-                    pass
+                        deadline = loop.time() + NODE_GRACE_S
             if loop.time() >= deadline:
                 where = f"node {node}" if node else "the cluster"
                 problem = next(iter(self.open_errors.values()), None)
                 raise BlockLost(
                     f"{self._name!r}: no worker of {where} can be reached ({problem or last}); start a worker there and try again"
                 )
+
+    async def _ask(self, address: str, call: str, arguments: dict[str, Any]) -> Any:
+        """One call to one worker, given up when the worker leaves: connecting to it would be tried for half a minute."""
+        worker: Any = self._scheduler.rpc(address)
+        left = self._left.setdefault(address, asyncio.Event())
+        request = asyncio.ensure_future(worker.veloc_call(name=self._name, call=call, arguments=arguments))
+        gone = asyncio.ensure_future(left.wait())
+        try:
+            await asyncio.wait({request, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                raise CommClosedError("the worker has left the cluster")
+            return request.result()
+        finally:
+            request.cancel()
+            gone.cancel()
 
     async def call_all(self, call: str, **arguments: Any) -> list[Any]:
         """Call one worker of each node; nodes that fail are logged and left out."""

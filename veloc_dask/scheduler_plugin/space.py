@@ -364,6 +364,8 @@ class Space:
         released = []
         for number, row, node, nbytes in blocks:
             if not state.set_captured(number, row, node, nbytes):
+                if isinstance(driver, ProtectDriver) and state.keys[number] is None:  # unprotected while it was captured
+                    self._send(worker, "veloc-forget", directory=state.directory, rows=[row])
                 continue
             state.workers[number] = worker
             key = state.keys[number]

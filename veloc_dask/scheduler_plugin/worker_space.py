@@ -190,16 +190,15 @@ class WorkerSpace:
                         "save again with a higher version"
                     )
                 self.node.remove(relative)
-        target = os.path.join(self.node.tiers[0].directory(self.name), layout.root_name(root.version))
-        try:
-            files.write(target, [encoded], sync=False, exclusive=True)
-        except FileExistsError:
-            holder = roots.decode(files.read(target, limit=roots.MAX_ROOT_NBYTES), where=target)
-            if not isinstance(holder, roots.Root) or holder.attempt != root.attempt:
-                raise VersionExists(
-                    f"{self.name!r} version {root.version}: another cluster on this node was faster; save again with a "
-                    "higher version"
-                ) from None
+        if self.node.tiers[0].create(relative, encoded):
+            return
+        for _, path in self.node.copies(relative):
+            holder = roots.decode(files.read(path, limit=roots.MAX_ROOT_NBYTES), where=path)
+            if isinstance(holder, roots.Root) and holder.attempt == root.attempt:
+                return  # another worker of this node has written it for us
+        raise VersionExists(
+            f"{self.name!r} version {root.version}: another cluster on this node was faster; save again with a higher version"
+        )
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 
@@ -221,7 +220,7 @@ class WorkerSpace:
         if remote:
             directory = retention.forget_remote(self.remote, self.name, version, run=0)
             if directory is not None and directory not in pinned:
-                self.remote.remove_tree(f"{self.name}/{directory}")
+                retention.remove_forgotten(self.remote, self.name, directory, run=0)
             return
         for entry in self.node.entries(self.name):
             attempt = layout.parse_attempt(entry)
@@ -237,7 +236,7 @@ class WorkerSpace:
             if local:
                 retention.forget_local(self.node, self.name, directory)
             if remote:
-                self.remote.remove_tree(f"{self.name}/{directory}")
+                retention.discard_remote(self.remote, self.name, directory, run=0, may_commit=False)
         except OSError as error:
             logger.warning(
                 "what %s left could not be removed, a later round of retention does it: %s", directory, error

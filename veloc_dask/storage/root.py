@@ -20,6 +20,7 @@ from veloc_dask.storage.errors import IntegrityError
 FORMAT = "veloc_dask"
 FORMAT_VERSION = 1
 MAX_ROOT_NBYTES = 64 << 20
+_MAX_NDIM = 64  # numpy's; the product of a million dimensions would take hours
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,10 +120,9 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
     if isinstance(root, Root):
         if layout.parse_attempt(root.directory) is None:
             raise IntegrityError(f"{where}: {root.attempt!r} is not an attempt")
-        if sum(math.prod(item.spec.grid) for item in root.items) != root.nblocks:
-            raise IntegrityError(f"{where}: its items do not have {root.nblocks} blocks; the root was changed")
         for item in root.items:
-            if item.spec.form not in ("array", "blocks") or min(item.spec.grid, default=0) < 0:
+            grid = item.spec.grid
+            if item.spec.form not in ("array", "blocks") or len(grid) > _MAX_NDIM or min(grid, default=0) < 0:
                 raise IntegrityError(
                     f"{where}: item {item.spec.path!r} has a form or a grid that this veloc_dask does not know"
                 )
@@ -133,6 +133,8 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
         sizes += [n for i in root.items for n in (*i.spec.grid, *i.spec.shape, *i.spec.chunk)]
         if min(sizes) < 0:
             raise IntegrityError(f"{where}: a negative size; the root is not trustworthy")
+        if sum(math.prod(item.spec.grid) for item in root.items) != root.nblocks:
+            raise IntegrityError(f"{where}: its items do not have {root.nblocks} blocks; the root was changed")
     return root
 
 
