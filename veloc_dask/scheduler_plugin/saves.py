@@ -246,7 +246,7 @@ class SaveDriver:
             return
         save.level = Level.LOCAL
         save.notify()
-        await self.space.retain_local()
+        await self.space.retain(remote=False)
 
     async def _flush_and_commit(self) -> None:
         """Wait for the blocks to reach the remote tier, and make the version exist there: level ``durable``."""
@@ -267,7 +267,10 @@ class SaveDriver:
             raise
         save.level = Level.DURABLE
         save.notify()
-        await self.space.retain_remote()
+        await self.space.retain(remote=True, ended=save)
+        await self.space.retain(
+            remote=False, ended=save
+        )  # older ones may have been under way when this one became local
 
     async def _failed(self, error: VelocError) -> None:
         save = self.save

@@ -306,7 +306,7 @@ class VelocPlugin(SchedulerPlugin):
                 await space.nodes.wait_for(1, WORKER_TIMEOUT_S)
                 found = await catalog.gather(space)
                 space.taken.update(found.taken)
-                self._background(space.retain_local())  # what dead clusters left on these nodes
+                self._background(space.retain(remote=False))  # what dead clusters left on these nodes
             except BaseException:
                 del self.spaces[wanted.name]
                 raise
@@ -378,9 +378,9 @@ class VelocPlugin(SchedulerPlugin):
 
     async def veloc_prune(self, name: str) -> None:
         space = self.space(name)
-        await space.retain_local()
+        await space.retain(remote=False)
         if space.config.remote is not None:
-            await space.retain_remote()
+            await space.retain(remote=True)
 
     async def veloc_verify(self, name: str, version: int | None) -> dict[str, Any]:
         return await catalog.verify(self.space(name), version)

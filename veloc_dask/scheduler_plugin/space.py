@@ -364,7 +364,9 @@ class Space:
         released = []
         for number, row, node, nbytes in blocks:
             if not state.set_captured(number, row, node, nbytes):
-                if isinstance(driver, ProtectDriver) and state.keys[number] is None:  # unprotected while it was captured
+                if (
+                    isinstance(driver, ProtectDriver) and state.keys[number] is None
+                ):  # unprotected while it was captured
                     self._send(worker, "veloc-forget", directory=state.directory, rows=[row])
                 continue
             state.workers[number] = worker
@@ -463,23 +465,21 @@ class Space:
                 pinned.add(lease.directory)
         return pinned
 
-    def _retention(self) -> dict[str, Any]:
-        return {
-            "pinned": sorted(self.pinned()),
-            "active": [d.save.directory for d in self.active()] + [layout.protected_name(self.run_uuid)],
-        }
-
-    async def retain_local(self) -> None:
-        for removed in await self.nodes.call_all("retain", remote=False, run=0, **self._retention()):
-            self._forget(removed["directories"])
-
-    async def retain_remote(self) -> None:
+    async def retain(self, *, remote: bool, ended: Save | None = None) -> None:
+        """A round of retention on the nodes or on the remote tier, in which the save that has just `ended` may go too."""
+        active = [d.save.directory for d in self.active() if d.save is not ended]
+        active.append(layout.protected_name(self.run_uuid))
+        arguments = {"remote": remote, "run": self.run, "pinned": sorted(self.pinned()), "active": active}
         try:
-            removed = await self.nodes.call("", "retain", remote=True, run=self.run, **self._retention())
+            if remote:
+                removed = [await self.nodes.call("", "retain", **arguments)]
+            else:
+                removed = await self.nodes.call_all("retain", **arguments)
         except VelocError as error:
             logger.warning("old versions of %s could not be removed from the remote tier: %s", self.name, error)
-        else:
-            self._forget(removed["directories"])
+            return
+        for reply in removed:
+            self._forget(reply["directories"])
 
     def _forget(self, directories: Collection[str]) -> None:
         for driver in self.drivers.values():

@@ -28,6 +28,7 @@ from veloc_dask.storage.faults import fault_point
 _PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
+_PROBE = ".veloc-probe-"
 _GONE = ".gone-"  # a directory that is being deleted
 _ABANDONED_S = 3600.0
 
@@ -96,9 +97,10 @@ class PosixRemote:
         try:
             files.make_dirs(self.root)
             # hosts share the directory, and process ids are the same on many of them
-            probe = os.path.join(self.root, f".veloc-probe-{uuid.uuid4().hex}")
+            probe = self._probe()
             try:
                 files.write(probe, [b"probe"], sync=True, exclusive=True)
+                self._remove_old_probes(os.stat(probe).st_mtime)
                 try:
                     files.write(probe, [b"again"], sync=False, exclusive=True)
                 except FileExistsError:
@@ -112,6 +114,16 @@ class PosixRemote:
                     os.unlink(probe)
         except OSError as error:
             raise ConfigError(f"remote {self.root}: {error}; give a directory that the workers can write") from error
+
+    def _probe(self) -> str:
+        return os.path.join(self.root, f"{_PROBE}{uuid.uuid4().hex}")
+
+    def _remove_old_probes(self, now: float) -> None:
+        for entry in os.listdir(self.root):
+            if entry.startswith(_PROBE) or files.is_temporary(entry):
+                with contextlib.suppress(OSError):  # somebody else's, or just removed
+                    if now - os.lstat(self._path(entry)).st_mtime > _ABANDONED_S:
+                        os.unlink(self._path(entry))
 
     def _path(self, path: str) -> str:
         return os.path.join(self.root, path)
@@ -214,7 +226,7 @@ class PosixRemote:
 
     def _age_s(self, full: str) -> float:
         """The age of a file by the clock of the file server, which no other clock is compared with."""
-        probe = os.path.join(self.root, f".veloc-probe-{uuid.uuid4().hex}")
+        probe = self._probe()
         try:
             files.write(probe, [], sync=False)
             return os.stat(probe).st_mtime - os.lstat(full).st_mtime

@@ -98,7 +98,7 @@ def retain_remote(
 
 
 def remove_forgotten(remote: Remote, name: str, directory: str, *, run: int) -> None:
-    """Delete the directory that `forget_remote` has returned."""
+    """Delete the directory that `forget_remote` has returned, or that of an attempt that is given up."""
     remote.remove_tree(f"{name}/{directory}")
     fault_point("retention.deleted")
     attempt = layout.parse_attempt(directory)
@@ -131,7 +131,7 @@ def discard_remote(remote: Remote, name: str, directory: str, *, run: int, may_c
             return False
         if may_commit:
             remote.put(f"{name}/{directory}{_DEAD}", [b""])
-    remote.remove_tree(f"{name}/{directory}")
+    remove_forgotten(remote, name, directory, run=run)
     return True
 
 
