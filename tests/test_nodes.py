@@ -5,6 +5,7 @@ A node here is a directory of tiers, which is what makes a node for us: its uuid
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -87,8 +88,8 @@ def spread(client, n=12):
     x = da.from_array(np.arange(n * 4.0), chunks=4)
     addresses = list(client.scheduler_info(n_workers=-1)["workers"])
     blocks = [
-        client.submit(np.arange, i * 4.0, i * 4.0 + 4, workers=[addresses[i % len(addresses)]], allow_other_workers=True, pure=False)
-        for i in range(n)
+        client.submit(np.arange, i * 4.0, i * 4.0 + 4, workers=[at], allow_other_workers=True, pure=False)
+        for i, at in zip(range(n), itertools.cycle(addresses), strict=False)
     ]
     wait(blocks)
     name = "spread"

@@ -228,7 +228,9 @@ def test_a_restore_is_lazy_and_one_task_per_block(threads, tmp_path):
     ck = vd.Checkpointer(threads, "lazy", local=tmp_path / "local", remote=tmp_path / "remote")
     ck.save({"x": da.ones(100, chunks=10)}).wait("durable", timeout=30)
     x = ck.restore()["x"]
-    assert not [k for k in threads.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks)) if k[0] == x.name]
+    assert not [
+        k for k in threads.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks)) if k[0] == x.name
+    ]
     assert len(dict(x.__dask_graph__())) == 10
     for path in blocks_of(tmp_path, "x"):
         if path.name != "0":

@@ -367,3 +367,14 @@ def test_delayed_futures_and_scattered_data(ck, client):
     state = ck.restore()
     assert state["d"].compute() == 3
     assert [state[k].result() for k in ("f", "s", "none")] == [7, {"k": 1}, None]
+
+
+def test_a_burst_of_saves_leaves_no_more_than_keep(client, tmp_path):
+    ck = vd.Checkpointer(client, "burst", local=tmp_path / "l", remote=tmp_path / "r", keep=2)
+    x = da.ones(10, chunks=1).persist()
+    handles = [ck.save({"x": x, "step": step}) for step in range(20)]
+    for handle in handles:
+        handle.wait("local", timeout=60)
+    ck.close()
+    again = vd.Checkpointer(client, "burst", local=tmp_path / "l", remote=tmp_path / "r", keep=2)
+    assert [(v.version, v.level) for v in again.versions()] == [(19, "durable"), (20, "durable")]

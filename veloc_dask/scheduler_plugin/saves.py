@@ -75,6 +75,7 @@ class Save:
         self.captured = self.flushed = self.nbytes = self.flushed_nbytes = 0
         self.level = Level.PENDING
         self.error: VelocError | None = None
+        self.settled = False  # its last level is reached: retention may take it
         self.done = False
         self.seen = 0  # counts changes, for those who wait
         self.client = f"veloc-{self.attempt}"
@@ -245,6 +246,7 @@ class SaveDriver:
             logger.warning("%s does not become local, only durable: %s", save.directory, error)
             return
         save.level = Level.LOCAL
+        save.settled = self.space.config.remote is None
         save.notify()
         await self.space.retain(remote=False)
 
@@ -267,10 +269,10 @@ class SaveDriver:
             raise
         save.level = Level.DURABLE
         save.notify()
-        await self.space.retain(remote=True, ended=save)
-        await self.space.retain(
-            remote=False, ended=save
-        )  # older ones may have been under way when this one became local
+        save.settled = True
+        await self.space.retain(remote=True)
+        # older ones may have been under way when this one became local
+        await self.space.retain(remote=False)
 
     async def _failed(self, error: VelocError) -> None:
         save = self.save

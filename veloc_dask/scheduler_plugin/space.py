@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class Space:
         self.leases: dict[str, Lease] = {}
         self.protection: ProtectDriver | None = None
         self.protected: dict[Key, int] = {}  # key -> its block in `protection`
+        self._aborted: deque[dict[str, Any]] = deque(maxlen=64)  # the last attempts that were given up
         self._run_lock = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -70,6 +71,8 @@ class Space:
         """Have a worker open the tiers, and give it what waits for its node."""
         node = await self.nodes.open_on(address, joining=joining)
         if node is not None:
+            for what in self._aborted:  # it may have been away when others cleaned up
+                self._send(address, "veloc-abort", **what)
             self.reflush(node)
             self.dispatch()
 
@@ -440,9 +443,10 @@ class Space:
                     self.plugin.recovery.drop(key, save.directory)
             if not isinstance(save.error, VersionExists):
                 self.taken.discard(save.version)
-        remote = remote and self.config.remote is not None
+        what = {"directory": save.directory, "local": local, "remote": remote and self.config.remote is not None}
+        self._aborted.append(what)
         for address in list(self.nodes.of):
-            self._send(address, "veloc-abort", directory=save.directory, local=local, remote=remote)
+            self._send(address, "veloc-abort", **what)
 
     def lease(self, directory: str, client: str) -> str:
         """Keep a version that a client restores until nothing of its lazy graph is left; the lease's id."""
@@ -465,11 +469,16 @@ class Space:
                 pinned.add(lease.directory)
         return pinned
 
-    async def retain(self, *, remote: bool, ended: Save | None = None) -> None:
-        """A round of retention on the nodes or on the remote tier, in which the save that has just `ended` may go too."""
-        active = [d.save.directory for d in self.active() if d.save is not ended]
+    async def retain(self, *, remote: bool) -> None:
+        """A round of retention on the nodes or on the remote tier."""
+        active = [d.save.directory for d in self.active() if not d.save.settled]
         active.append(layout.protected_name(self.run_uuid))
-        arguments = {"remote": remote, "run": self.run, "pinned": sorted(self.pinned()), "active": active}
+        arguments: dict[str, Any] = {
+            "remote": remote,
+            "run": self.run,
+            "pinned": sorted(self.pinned()),
+            "active": active,
+        }
         try:
             if remote:
                 removed = [await self.nodes.call("", "retain", **arguments)]

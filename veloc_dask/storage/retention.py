@@ -170,6 +170,8 @@ def local_root(node: Node, name: str, directory: str) -> roots.Root | None:
     for tier, path in node.copies(f"{name}/{directory}/root.json"):
         try:
             found = roots.decode(files.read(path, limit=roots.MAX_ROOT_NBYTES, base=tier.home), where=path)
+        except FileNotFoundError:
+            continue  # deleted at this moment
         except OSError as error:
             logger.warning("a damaged root on tier %s is not used: %s", tier.path, error)
             continue
