@@ -263,6 +263,7 @@ class Checkpointer:
         del scattered
         handle = SaveHandle(self, reply["id"], reply["version"], value, process=reply["process"])
         self._handles[reply["id"]] = handle
+        self._seen.setdefault(reply["id"], -1)
         known = self._statuses.pop(reply["id"], None)
         if known is not None:
             self._news(reply["id"], known)
@@ -291,8 +292,12 @@ class Checkpointer:
                 self._handles.clear()
                 return
             for save_id, (count, status) in news.items():
-                self._seen[save_id] = count
-                self._news(save_id, messages.decode(status, Status))
+                decoded = messages.decode(status, Status)
+                if decoded.done:
+                    self._seen.pop(save_id, None)  # the scheduler tells of ended saves only if it is asked for them
+                else:
+                    self._seen[save_id] = count
+                self._news(save_id, decoded)
 
     def _news(self, save_id: str, status: Status) -> None:
         handle = self._handles.get(save_id)

@@ -178,7 +178,7 @@ def prefer_workers(ts: TaskState, workers: Collection[str]) -> None:
 
 
 def keep_keys(scheduler: Scheduler, keys: Iterable[Key], client: str) -> None:
-    """Have a pseudo client want known keys, so that they live for as long as it does.
+    """Have a pseudo client want keys (unknown ones are passed over), so that they live for as long as it does.
 
     What `Scheduler.client_desires_keys` does for queues and published datasets, without a report for each key to a client
     that has no connection.
@@ -187,7 +187,9 @@ def keep_keys(scheduler: Scheduler, keys: Iterable[Key], client: str) -> None:
     if state is None:
         state = scheduler.clients[client] = ClientState(client)
     for key in keys:
-        ts = scheduler.tasks[key]
+        ts = scheduler.tasks.get(key)
+        if ts is None:
+            continue
         if ts.who_wants is None:
             ts.who_wants = set()
         ts.who_wants.add(state)

@@ -93,6 +93,7 @@ class Pipeline:
         self._attempts: dict[str, _Attempt] = {}
         self._capturing = self._flushing = self._in_flight_nbytes = 0
         self._reports: dict[tuple[str, str, str], dict[str, list[Any]]] = {}
+        self._resuming = False  # the worker is paused, and a timer runs
         self._closed = False
         self._capture_pool = ThreadPoolExecutor(CAPTURE_THREADS, "veloc-capture", initializer=_low_priority)
         self._flush_pool = ThreadPoolExecutor(FLUSH_THREADS, "veloc-flush", initializer=_low_priority)
@@ -119,7 +120,9 @@ class Pipeline:
             if order.plain is not None:
                 nbytes = len(order.plain)
             elif self._worker.status == WorkerStatus.paused:
-                self._worker.loop.call_later(PAUSED_S, self._start_captures)
+                if not self._resuming:
+                    self._resuming = True
+                    self._worker.loop.call_later(PAUSED_S, self._resume_captures)
                 return
             else:
                 task = self._worker.state.tasks.get(order.key)
@@ -145,6 +148,10 @@ class Pipeline:
             future = self._capture_pool.submit(self._capture, order, [value])
             del value  # the thread has the only reference of ours, and drops it when it is done
             self._when_done(future, self._captured, order, nbytes)
+
+    def _resume_captures(self) -> None:
+        self._resuming = False
+        self._start_captures()
 
     @staticmethod
     def _capture(order: Order, holder: list[Any]) -> Stored:

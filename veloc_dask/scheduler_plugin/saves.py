@@ -70,6 +70,7 @@ class Save:
         self.rows: list[bytes] = []
         self.nodes: list[str] = []
         self.workers: list[str] = []  # who captures, later who flushes, a block
+        self.misses: dict[int, int] = {}  # how often a worker that was to capture a block did not have it
         self.plain: dict[int, bytes] = {}  # block number -> encoded FrozenBlock, for plain objects
         self.nblocks = 0  # once it has ended, when the keys may go
         self.captured = self.flushed = self.nbytes = self.flushed_nbytes = 0

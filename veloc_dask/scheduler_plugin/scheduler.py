@@ -71,7 +71,7 @@ class VelocPlugin(SchedulerPlugin):
         self.run_uuid = uuid.uuid4().hex
         self.spaces: dict[str, Space] = {}
         self.wanted: dict[Key, list[tuple[SaveDriver, int]]] = {}  # blocks to capture as soon as they are in memory
-        self.unknown: dict[Key, SaveDriver] = {}  # wanted keys whose graph has not reached the scheduler yet
+        self.unknown: set[Key] = set()  # wanted keys whose graph has not reached the scheduler yet
         self.protectors: dict[Key, list[Space]] = {}
         self.failures = 0
         self._ready: list[Key] = []
@@ -146,10 +146,11 @@ class VelocPlugin(SchedulerPlugin):
     def update_graph(self, scheduler: Scheduler, *, tasks: list[Key], **kwargs: Any) -> None:
         if self.unknown:
             for key in [k for k in self.unknown if k in scheduler.tasks]:
-                driver = self.unknown.pop(key)
-                if driver.pins and not driver.save.done:
-                    internals.keep_keys(scheduler, [key], driver.save.client)
-        if self.spaces:
+                self.unknown.discard(key)
+                for driver, _ in self.wanted.get(key, ()):
+                    if driver.pins:
+                        internals.keep_keys(scheduler, [key], driver.save.client)
+        if any(space.leases for space in self.spaces.values()):
             for key in tasks:
                 ts = scheduler.tasks.get(key)
                 if ts is not None and internals.is_loader(ts):
@@ -212,7 +213,7 @@ class VelocPlugin(SchedulerPlugin):
             wanted[:] = [w for w in wanted if w != (driver, number)]
             if not wanted:
                 del self.wanted[key]
-        self.unknown.pop(key, None)
+                self.unknown.discard(key)
 
     def dispatch_soon(self, *, everything: bool = False) -> None:
         self._everything |= everything

@@ -32,6 +32,8 @@ logger = logging.getLogger("veloc_dask")
 
 UNKNOWN_KEY_S = 60.0  # a graph that was submitted just before the save may still be on its way
 WATCH_S = 0.02
+MISSING_S = 0.1
+MISSES = 50  # tries to find a block that moves from worker to worker
 SLICE = 2000  # blocks handled before the event loop gets its turn
 
 
@@ -186,27 +188,27 @@ class Space:
 
     async def _want_all(self, driver: SaveDriver, numbers: range) -> None:
         save = driver.save
-        known: list[Key] = []
         unknown: list[Key] = []
-        for number in numbers:
-            key = save.keys[number]
-            if key is not None:
-                (known if key in self.scheduler.tasks else unknown).append(key)
-                self.plugin.want(key, driver, number)
-            if number % SLICE == SLICE - 1:
+        for start in range(numbers.start, numbers.stop, SLICE):
+            part = range(start, min(start + SLICE, numbers.stop))
+            keys = [save.keys[n] for n in part if save.keys[n] is not None]
+            if driver.pins:
+                # the save goes on when the client leaves or drops its futures: the save itself wants the keys
+                internals.keep_keys(self.scheduler, keys, save.client)
+            for number in part:
+                if save.keys[number] is not None:
+                    self.plugin.want(save.keys[number], driver, number)
+            unknown += [k for k in keys if k not in self.scheduler.tasks]
+            if part.stop < numbers.stop:
                 await asyncio.sleep(0)
-        if known and driver.pins:
-            # the save goes on when the client leaves or drops its futures: the save itself wants the keys
-            internals.keep_keys(self.scheduler, known, save.client)
         if unknown:
-            self.plugin.unknown.update(dict.fromkeys(unknown, driver))
+            self.plugin.unknown.update(unknown)
             asyncio.get_running_loop().call_later(UNKNOWN_KEY_S, self._check_unknown, driver, unknown)
 
     def _check_unknown(self, driver: SaveDriver, keys: list[Key]) -> None:
-        missing = [k for k in keys if k in self.plugin.unknown]
-        for key in missing:
-            del self.plugin.unknown[key]
-        if missing:
+        missing = [k for k in keys if k in self.plugin.unknown and k not in self.scheduler.tasks]
+        self.plugin.unknown.difference_update(missing)
+        if missing and not driver.save.done:
             driver.fail(
                 BlockLost(
                     f"{self.name!r} version {driver.save.version}: key {missing[0]!r} is not known to the scheduler; "
@@ -324,7 +326,7 @@ class Space:
         first = len(save.keys)
         for key in keys:
             if key not in self.protected:
-                path = layout.key_path(key)
+                path = layout.key_path(key, len(save.keys))
                 save.items.append(Item("object", ItemSpec(path, "blocks", ())))
                 (number,) = save.add_blocks(len(save.items) - 1, [key])
                 self.protected[key] = number
@@ -381,15 +383,25 @@ class Space:
                 released.append(key)
         if released and state.client in self.scheduler.clients:
             self.scheduler.client_releases_keys([k for k in released if k in self.scheduler.tasks], state.client)
-        for number in missing:  # the value has moved on since the order
-            if state.states[number] == BlockState.ORDERED:
-                self.want_again(driver, number)
+        for number in missing:  # the value has moved on since the order; where to, the scheduler knows in a moment
+            asyncio.get_running_loop().call_later(MISSING_S, self._missed, driver, number)
         for number, (kind, text) in failed:
             error = messages.rebuild_error((kind, f"{state.describe(number)}: {text}"))
             driver.fail(error)
         driver.progressed()
-        if missing:
-            asyncio.get_running_loop().call_later(0.1, self.dispatch)
+
+    def _missed(self, driver: SaveDriver, number: int) -> None:
+        """A worker did not have the block that it was to capture: try again, but not for ever."""
+        save = driver.save
+        if save.done or save.states[number] != BlockState.ORDERED:
+            return
+        save.misses[number] = save.misses.get(number, 0) + 1
+        if save.misses[number] > MISSES:
+            driver.fail(
+                BlockLost(f"{save.describe(number)}: workers that should hold it could not read it, {MISSES} times")
+            )
+        else:
+            self.want_again(driver, number)
 
     def on_flushed(
         self,
@@ -506,7 +518,10 @@ class Space:
         self._changed = asyncio.Event()
 
     async def watch(self, seen: dict[str, int], timeout_s: float) -> dict[str, tuple[int, bytes]]:
-        """Statuses of all saves that have changed since the counts in `seen`; waits until one has, or the time is over."""
+        """Statuses of saves that have changed since the counts in `seen`; waits until one has, or the time is over.
+
+        Saves that are not in `seen` are new to the caller, unless they have ended.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -514,7 +529,9 @@ class Space:
             news = {
                 attempt: (driver.save.seen, messages.encode(driver.save.status()))
                 for attempt, driver in self.drivers.items()
-                if driver.save.seen > seen.get(attempt, -1) and driver.pins
+                if driver.pins
+                and driver.save.seen > seen.get(attempt, -1)
+                and (attempt in seen or not driver.save.done)
             }
             if news or loop.time() >= deadline:
                 return news

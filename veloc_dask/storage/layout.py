@@ -100,10 +100,13 @@ def segment_path(number: int) -> str:
     return f"{TABLE}/{number:05d}.seg"
 
 
-def key_path(key: object) -> str:
-    """The directory of a protected key: a digest, since keys may be of any length and hold anything."""
+def key_path(key: object, number: int) -> str:
+    """The directory of a protected key: a digest, since keys may be of any length and hold anything.
+
+    The number tells the snapshots of a key apart that is protected, unprotected and protected again.
+    """
     digest = hashlib.sha256(repr(key).encode(errors="surrogatepass")).hexdigest()[:40]
-    return f"{digest[:2]}/{digest}"
+    return f"{digest[:2]}/{digest}-{number}"
 
 
 def item_path(parts: Iterable[object], taken: set[str]) -> str:
