@@ -22,7 +22,7 @@ from veloc_dask.scheduler_plugin import catalog, internals, messages
 from veloc_dask.scheduler_plugin.internals import Key
 from veloc_dask.scheduler_plugin.messages import SaveRequest, SpaceConfig
 from veloc_dask.scheduler_plugin.recovery import Recovery
-from veloc_dask.scheduler_plugin.saves import BlockState, SaveDriver
+from veloc_dask.scheduler_plugin.saves import SaveDriver
 from veloc_dask.scheduler_plugin.space import SLICE, Space
 from veloc_dask.scheduler_plugin.worker import VelocWorker, load_block
 from veloc_dask.storage.errors import BlockLost, CheckpointNotFound, ConfigError, VelocError
@@ -336,11 +336,7 @@ class VelocPlugin(SchedulerPlugin):
 
     async def veloc_protected(self, name: str) -> list[tuple[Key, bool]]:
         """Each protected key, and whether it has its snapshot already."""
-        space = self.space(name)
-        if space.protection is None:
-            return []
-        states = space.protection.save.states
-        return [(key, states[number] >= BlockState.CAPTURED) for key, number in space.protected.items()]
+        return self.space(name).is_protected()
 
     async def veloc_versions(self, name: str) -> list[bytes]:
         found = await catalog.gather(self.space(name))

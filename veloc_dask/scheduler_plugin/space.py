@@ -32,6 +32,7 @@ logger = logging.getLogger("veloc_dask")
 
 UNKNOWN_KEY_S = 60.0  # a graph that was submitted just before the save may still be on its way
 WATCH_S = 0.02
+PROTECT_BATCH = 4096
 MISSING_S = 0.1
 MISSES = 50  # tries to find a block that moves from worker to worker
 SLICE = 2000  # blocks handled before the event loop gets its turn
@@ -61,8 +62,9 @@ class Space:
         self.drivers: dict[str, SaveDriver] = {}  # by attempt; those that ended too, for their status
         self.taken: set[int] = set()  # versions that exist or are under way
         self.leases: dict[str, Lease] = {}
-        self.protection: ProtectDriver | None = None
-        self.protected: dict[Key, int] = {}  # key -> its block in `protection`
+        self.protected: dict[Key, tuple[ProtectDriver, int]] = {}  # key -> its block
+        self._protection: ProtectDriver | None = None  # the batch that new keys go to
+        self._nprotected = 0
         self._aborted: deque[dict[str, Any]] = deque(maxlen=64)  # the last attempts that were given up
         self._run_lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -74,7 +76,7 @@ class Space:
         node = await self.nodes.open_on(address, joining=joining)
         if node is not None:
             for what in self._aborted:  # it may have been away when others cleaned up
-                self._send(address, "veloc-abort", **what)
+                self._send(address, "veloc-abort", **{**what, "remote": False})
             self.reflush(node)
             self.dispatch()
 
@@ -131,6 +133,8 @@ class Space:
             hopeless = []
             for number in numbers:
                 key = save.keys[number]
+                if key is None and isinstance(driver, ProtectDriver):
+                    continue
                 self.plugin.recovery.drop(key, save.directory)
                 save.set_lost(number, table.decode_row(save.rows[number]).stored_nbytes)
                 if key is not None and key in self.scheduler.tasks:
@@ -318,36 +322,51 @@ class Space:
 
     async def protect(self, keys: list[Key]) -> None:
         """Keep these keys recoverable from now on, until they are forgotten or unprotected."""
-        if self.protection is None:
-            self.protection = ProtectDriver(Save(self, 0, None, []))
-            self.protection.save.directory = layout.protected_name(self.run_uuid)
-            self.drivers[self.protection.save.attempt] = self.protection
-        save = self.protection.save
+        new = [k for k in dict.fromkeys(keys) if k not in self.protected]
+        driver = self._protection
+        if driver is None or len(driver.save.keys) >= PROTECT_BATCH:
+            # keys come and go for as long as the cluster lives: what belongs to a batch of them goes with the last one
+            driver = self._protection = ProtectDriver(Save(self, 0, None, []))
+            driver.save.directory = layout.protected_name(self.run_uuid)
+            self.drivers[driver.save.attempt] = driver
+        save = driver.save
         first = len(save.keys)
-        for key in keys:
-            if key not in self.protected:
-                path = layout.key_path(key, len(save.keys))
-                save.items.append(Item("object", ItemSpec(path, "blocks", ())))
-                (number,) = save.add_blocks(len(save.items) - 1, [key])
-                self.protected[key] = number
-                self.plugin.protectors.setdefault(key, []).append(self)
-        await self._want_all(self.protection, range(first, len(save.keys)))
+        for key in new:
+            self._nprotected += 1
+            save.items.append(Item("object", ItemSpec(layout.key_path(key, self._nprotected), "blocks", ())))
+            (number,) = save.add_blocks(len(save.items) - 1, [key])
+            self.protected[key] = (driver, number)
+            self.plugin.protectors.setdefault(key, []).append(self)
+        await self._want_all(driver, range(first, len(save.keys)))
         self.dispatch()
 
     def unprotect(self, key: Key) -> None:
         """Drop a key's own snapshot (those in versions stay)."""
-        number = self.protected.pop(key, None)
-        if number is None or self.protection is None:
+        if key not in self.protected:
             return
-        save = self.protection.save
-        self.plugin.unwant(key, self.protection, number)
+        driver, number = self.protected.pop(key)
+        save = driver.save
+        self.plugin.unwant(key, driver, number)
         self.plugin.recovery.drop(key, save.directory)
         if save.states[number] >= BlockState.CAPTURED:
             for address in self.nodes.workers_of(save.nodes[number])[:1]:
                 self._send(address, "veloc-forget", directory=save.directory, rows=[save.rows[number]])
-        save.states[number] = BlockState.FLUSHED  # nothing is to be done about it any more
+        if save.states[number] != BlockState.ORDERED:
+            save.states[number] = BlockState.FLUSHED  # nothing is to be done about it any more
         save.keys[number] = None
         save.rows[number] = b""
+        self._drop_batch(driver)
+
+    def _drop_batch(self, driver: ProtectDriver) -> None:
+        """Forget a full batch of protected keys when none of it is left."""
+        save = driver.save
+        live = BlockState.ORDERED in save.states or any(k is not None for k in save.keys)
+        if driver is not self._protection and not live:
+            self.drivers.pop(save.attempt, None)
+
+    def is_protected(self) -> list[tuple[Key, bool]]:
+        """Each protected key, and whether it has its snapshot already."""
+        return [(k, d.save.states[n] >= BlockState.CAPTURED) for k, (d, n) in self.protected.items()]
 
     # -- reports of the workers -------------------------------------------------------------------------------------
 
@@ -368,11 +387,12 @@ class Space:
         state = driver.save
         released = []
         for number, row, node, nbytes in blocks:
+            if isinstance(driver, ProtectDriver) and state.keys[number] is None:  # unprotected while it was captured
+                self._send(worker, "veloc-forget", directory=state.directory, rows=[row])
+                state.states[number] = BlockState.FLUSHED
+                self._drop_batch(driver)
+                continue
             if not state.set_captured(number, row, node, nbytes):
-                if (
-                    isinstance(driver, ProtectDriver) and state.keys[number] is None
-                ):  # unprotected while it was captured
-                    self._send(worker, "veloc-forget", directory=state.directory, rows=[row])
                 continue
             state.workers[number] = worker
             key = state.keys[number]
