@@ -378,3 +378,25 @@ def test_a_burst_of_saves_leaves_no_more_than_keep(client, tmp_path):
     ck.close()
     again = vd.Checkpointer(client, "burst", local=tmp_path / "l", remote=tmp_path / "r", keep=2)
     assert [(v.version, v.level) for v in again.versions()] == [(19, "durable"), (20, "durable")]
+
+
+def test_close_leaves_handles_with_what_became_of_them(client, tmp_path):
+    ck = vd.Checkpointer(client, "closing", local=tmp_path / "l", remote=tmp_path / "r", on_error="raise")
+    good = ck.save({"x": da.ones(20, chunks=1)})
+    ck.close()
+    assert (good.level, good.done) == ("durable", True)
+    good.wait("durable", timeout=10)
+    ck = vd.Checkpointer(client, "closing", local=tmp_path / "l", remote=tmp_path / "r", on_error="raise")
+    bad = ck.save({"x": da.ones(2, chunks=1).map_blocks(boom, dtype=float)})
+    with pytest.raises(vd.VelocError, match="no luck"):
+        ck.close()
+    assert "no luck" in str(bad.error)
+    ck = vd.Checkpointer(client, "closing", local=tmp_path / "l", remote=tmp_path / "r")
+    GATES[2] = threading.Event()
+    late = ck.save({"f": client.submit(wait_for_gate, 2)})
+    with pytest.warns(RuntimeWarning, match="it goes on in the cluster"):
+        ck.close(timeout=0.1)
+    GATES[2].set()
+    late.wait("durable", timeout=30)
+    with pytest.raises(vd.VelocError, match="is closed"):
+        ck.save({"x": 1})

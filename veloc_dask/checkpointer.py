@@ -291,13 +291,16 @@ class Checkpointer:
                     )
                 self._handles.clear()
                 return
-            for save_id, (count, status) in news.items():
-                decoded = messages.decode(status, Status)
-                if decoded.done:
-                    self._seen.pop(save_id, None)  # the scheduler tells of ended saves only if it is asked for them
-                else:
-                    self._seen[save_id] = count
-                self._news(save_id, decoded)
+            self._read(news)
+
+    def _read(self, news: dict[str, tuple[int, bytes]]) -> None:
+        for save_id, (count, status) in news.items():
+            decoded = messages.decode(status, Status)
+            if decoded.done:
+                self._seen.pop(save_id, None)  # the scheduler tells of ended saves only if it is asked for them
+            else:
+                self._seen[save_id] = count
+            self._news(save_id, decoded)
 
     def _news(self, save_id: str, status: Status) -> None:
         handle = self._handles.get(save_id)
@@ -497,9 +500,9 @@ class Checkpointer:
         left: list[bytes] = []
         if self._opening is not None and self.client.status == "running":
             left = await self._ask("veloc_drain", name=self.name, timeout_s=timeout)
+            # what has ended while we waited shows on its handle; the others are still followed
+            self._read(await self._ask("veloc_watch", name=self.name, seen=self._seen, timeout_s=0.0))
         self._closed = True
-        if self._watcher is not None:
-            self._watcher.cancel()
         for status in (messages.decode(s, Status) for s in left):
             warnings.warn(
                 f"version {status.version} of {self.name!r} is {status.level} after {timeout:g} s: "
