@@ -400,3 +400,19 @@ def test_close_leaves_handles_with_what_became_of_them(client, tmp_path):
     late.wait("durable", timeout=30)
     with pytest.raises(vd.VelocError, match="is closed"):
         ck.save({"x": 1})
+
+
+def test_an_iterative_program_keeps_no_more_versions_than_asked(client, tmp_path):
+    """Each step depends on the last one, so Dask remembers the keys of all of them as lineage."""
+    ck = vd.Checkpointer(client, "steps", local=tmp_path / "l", remote=tmp_path / "r", keep=2)
+    u = da.ones(8, chunks=2)
+    for _ in range(8):
+        handle = ck.save({"u": u + 1})
+        u = handle.value["u"]
+        handle.wait("durable", timeout=30)
+    ck.close()
+    for place in (tmp_path / "r" / "steps", *tmp_path.glob("l/veloc-*/*/steps")):
+        assert sorted(e[:9] for e in os.listdir(place) if e.startswith("v") and "." not in e) == [
+            "v00000007",
+            "v00000008",
+        ]

@@ -476,7 +476,11 @@ class Checkpointer:
         await self._ask("veloc_delete", name=self.name, version=version)
 
     def prune(self) -> Any:
-        """Delete versions beyond ``keep`` and what dead attempts left, as happens after each save."""
+        """Delete versions beyond ``keep``, as happens after each save.
+
+        A cluster that has saved under the name also collects what dead attempts left. One that has not does not touch them:
+        they may belong to a cluster that is running.
+        """
         return self._sync(self._prune)
 
     async def _prune(self) -> None:

@@ -71,8 +71,18 @@ class Recovery:
                 del self.snapshots[key]
 
     def backed(self, keys: Iterable[Key], directory: str) -> bool:
-        """Whether a live key needs its block in `directory`, because it has no newer snapshot."""
-        return any((refs := self.snapshots.get(k)) and refs[0].directory == directory for k in keys)
+        """Whether a live key needs its block in `directory`, because it has no newer snapshot.
+
+        Live is what somebody wants or what is in memory. A key that Dask has released and only remembers as the lineage of
+        others is not: in an iterative program that would be every key there ever was.
+        """
+        for key in keys:
+            refs = self.snapshots.get(key)
+            if refs and refs[0].directory == directory:
+                ts = self._scheduler.tasks.get(key)
+                if ts is not None and (ts.state == "memory" or ts.who_wants or ts.waiters):
+                    return True
+        return False
 
     def unreadable(self, key: Key) -> None:
         """A loader found no readable copy: do not offer these snapshots again."""

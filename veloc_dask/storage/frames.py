@@ -120,7 +120,7 @@ def from_arrow(payload: memoryview, name: str, *, trusted: bool) -> Any:
             table = reader.read_all()
         table.validate(full=not trusted)
         spec = msgspec.json.decode(table.schema.metadata[_KEY])
-    except (pa.ArrowException, ValueError, TypeError, LookupError, OSError) as error:
+    except (pa.ArrowException, ValueError, TypeError, LookupError, OSError, msgspec.MsgspecError) as error:
         raise IntegrityError(f"{name}: the Arrow stream is malformed: {type(error).__name__}: {error}") from error
     try:
         return _rebuild(table, spec)

@@ -48,7 +48,11 @@ def dtype_text(dtype: np.dtype[Any]) -> str | None:
     try:
         text = msgspec.json.encode(np.lib.format.dtype_to_descr(dtype)).decode()
         back = _parse(text)
-    except (ValueError, TypeError):  # numpy has no descr for overlapping fields; a name that JSON has no spelling for
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        TypeError,
+    ):  # numpy has no descr for overlapping fields; a name that JSON has no spelling for
         return None
     return text if back == dtype and _plain_dtype(back) and back.itemsize == dtype.itemsize else None
 
@@ -68,7 +72,7 @@ def dtype_from_text(text: str) -> np.dtype[Any]:
     """
     try:
         dtype = _parse(text)
-    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise IntegrityError(f"malformed dtype {text[:200]!r} in the block table: {error}") from error
     if dtype_text(dtype) != text:
         raise IntegrityError(f"dtype {text[:200]!r} in the block table is not one that is stored as raw bytes")
