@@ -22,7 +22,16 @@ from veloc_dask.storage.remote import check_url, sanitized
 from veloc_dask.storage.tiers import TierConfig
 
 INLINE_NBYTES = 1 << 20  # plain objects up to this size travel with the save itself
-_RAISE: Any = object()
+
+
+class _Raise:
+    """The default of `restore`: there is none, raise."""
+
+    def __repr__(self) -> str:
+        return "<raise CheckpointNotFound>"
+
+
+_RAISE: Any = _Raise()
 
 
 class Tier(msgspec.Struct, frozen=True):

@@ -1,0 +1,5 @@
+"""``python -m veloc_dask``: the command line."""
+
+from veloc_dask.cli import main
+
+main()
