@@ -141,7 +141,7 @@ def test_a_worker_without_a_copy_reads_from_its_peer(nodes):
         ck._ask, "veloc_restore", name="peers", version=None, client="test", wait_for=0, timeout_s=1.0
     )
     root = roots.decode(catalog["root"], where="test")
-    refs = restoring.block_refs(root, catalog["segments"], durable=False, what="test")[0]
+    refs = restoring.block_refs(root, catalog["segments"], what="test")[0]
     there = nodes.client.submit(load_block, refs, workers=["b"], pure=False).result()
     np.testing.assert_array_equal(there, np.arange(1000))
 

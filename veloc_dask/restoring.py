@@ -27,7 +27,7 @@ async def rebuild(checkpointer: Checkpointer, found: dict[str, Any], select: Seq
     root = roots.decode(found["root"], where=f"root of {checkpointer.name!r} {found['directory']}")
     assert isinstance(root, roots.Root)
     what = f"{checkpointer.name!r} version {root.version}"
-    refs = block_refs(root, found["segments"], durable=found["level"] == "durable", what=what)
+    refs = await asyncio.to_thread(block_refs, root, found["segments"], what=what)
     structure = collections.select_nodes(root.structure, select, what)
     needed = collections.items_in(structure, root.items)
     plain = await _read_plain(checkpointer, root, refs, needed, what)
@@ -45,7 +45,7 @@ async def rebuild(checkpointer: Checkpointer, found: dict[str, Any], select: Seq
     return value
 
 
-def block_refs(root: roots.Root, segments: dict[str, bytes], *, durable: bool, what: str) -> dict[int, list[bytes]]:
+def block_refs(root: roots.Root, segments: dict[str, bytes], *, what: str) -> dict[int, list[bytes]]:
     """Per item, the encoded reference of each block in C order of its grid; IntegrityError if one is missing."""
     numbers = {item.spec.path: n for n, item in enumerate(root.items)}
     refs = {n: [b""] * int(np.prod(item.spec.grid, dtype=np.int64)) for n, item in enumerate(root.items)}
@@ -67,7 +67,8 @@ def block_refs(root: roots.Root, segments: dict[str, bytes], *, durable: bool, w
                 raise IntegrityError(f"{what}: block {row.index} is outside of item {row.item!r}")
             position = int(np.ravel_multi_index(row.index, spec.grid)) if spec.grid else 0
             nodes = (segment.node,) if segment.node else ()
-            ref = BlockRef(root.name, root.directory, table.encode_row(row), spec, nodes, durable or not segment.node)
+            # the remote tier is asked as well if the version was not committed there: a block that had been flushed is as good
+            ref = BlockRef(root.name, root.directory, table.encode_row(row), spec, nodes, remote=True)
             if refs[numbers[row.item]][position]:
                 raise IntegrityError(f"{what}: the table lists block {row.index} of item {row.item!r} twice")
             refs[numbers[row.item]][position] = messages.encode(ref)

@@ -24,7 +24,8 @@ logger = logging.getLogger("veloc_dask")
 
 class Catalog(msgspec.Struct):
     versions: list[Version]  # ascending; of one number the best one
-    taken: set[int]
+    taken: set[int]  # numbers that cannot be used any more
+    seen: set[int]  # numbers of which at least a part was found
 
 
 async def gather(space: Space) -> Catalog:
@@ -56,10 +57,12 @@ async def gather(space: Space) -> Catalog:
             found[version.version] = version
     if trouble is not None and not found:
         raise trouble
-    taken = {*remote.taken, *(v for v, f in found.items() if f.level != "incomplete")}
+    # without a remote tier a number that was used once stays used, also if a part of that version is missing now
+    usable = [v for v, f in found.items() if f.level != "incomplete" or space.config.remote is None]
+    taken = {*remote.taken, *usable}
     for problem in remote.problems:
         logger.warning("%s: %s", space.name, problem)
-    return Catalog([found[v] for v in sorted(found)], taken)
+    return Catalog([found[v] for v in sorted(found)], taken, set(found))
 
 
 def _local_version(directory: str, held: list[LocalPart]) -> Version:

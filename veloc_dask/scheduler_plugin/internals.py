@@ -196,6 +196,13 @@ def keep_keys(scheduler: Scheduler, keys: Iterable[Key], client: str) -> None:
         state.wants_what.add(ts)
 
 
+def compute_if_wanted(scheduler: Scheduler, key: Key) -> None:
+    """Have Dask compute a released key that somebody wants; not to be called while a transition is under way."""
+    ts = scheduler.tasks.get(key)
+    if ts is not None and ts.state == "released" and (ts.who_wants or ts.waiters):
+        scheduler.transitions({key: "waiting"}, stimulus_id="veloc-compute-again")
+
+
 def forget_pseudo_client(scheduler: Scheduler, client: str) -> None:
     """Remove a client that only `keep_keys` made, and let go of all that it wanted."""
     state = scheduler.clients.get(client)

@@ -17,7 +17,7 @@ from distributed.core import Status as WorkerStatus
 
 from veloc_dask.scheduler_plugin import messages
 from veloc_dask.scheduler_plugin.messages import SpaceConfig
-from veloc_dask.storage.errors import BlockLost, ConfigError, VelocError
+from veloc_dask.storage.errors import BlockLost, ConfigError, TierError, VelocError
 from veloc_dask.storage.remote import is_memory
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("veloc_dask")
 
+OPEN_RETRY_S = (2.0, 10.0)
 NODE_GRACE_S = 30.0  # a nanny needs a few seconds to bring a worker back; after this the node counts as lost
 
 
@@ -61,23 +62,29 @@ class Nodes:
         worker = self._scheduler.workers.get(address)
         if worker is None:
             return None
-        limits = [w.memory_limit for w in self._scheduler.workers.values() if w.host == worker.host]
-        try:
-            rpc: Any = self._scheduler.rpc(address)
-            reply = messages.result(
-                await rpc.veloc_open(
-                    config=messages.encode(self._config),
-                    run_uuid=self._run_uuid,
-                    workers_nbytes=sum(limits) if all(limits) else None,
-                )
-            )
-        except VelocError as error:
-            self.open_errors[address] = error
+        reply: dict[str, Any] | None = None
+        problem = VelocError()
+        for pause in (*OPEN_RETRY_S, None):
+            try:
+                reply = await self._open(address, worker.host)
+                break
+            except VelocError as error:
+                problem = error
+                break
+            except (OSError, CommClosedError) as error:
+                if address not in self._scheduler.workers:
+                    logger.info("worker %s left while it opened the tiers of %s: %s", address, self._name, error)
+                    return None
+                problem = TierError(f"worker {address} cannot be reached: {error}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, blocks on this worker cannot be captured
+                problem = VelocError(f"{type(error).__name__}: {error}")
+                break
+            if pause is not None:
+                await asyncio.sleep(pause)
+        if reply is None:
+            self.open_errors[address] = problem
             if joining:
-                logger.warning("worker %s cannot be used for %s: %s", address, self._name, error)
-            return None
-        except (OSError, CommClosedError) as error:
-            logger.info("worker %s left while it opened the tiers of %s: %s", address, self._name, error)
+                logger.warning("worker %s cannot be used for %s: %s", address, self._name, problem)
             return None
         if address not in self._scheduler.workers:
             return None
@@ -102,6 +109,17 @@ class Nodes:
         self._joined.set()
         self._joined = asyncio.Event()
         return node
+
+    async def _open(self, address: str, host: str) -> dict[str, Any]:
+        limits = [w.memory_limit for w in self._scheduler.workers.values() if w.host == host]
+        worker: Any = self._scheduler.rpc(address)
+        answer = await worker.veloc_open(
+            config=messages.encode(self._config),
+            run_uuid=self._run_uuid,
+            workers_nbytes=sum(limits) if all(limits) else None,
+        )
+        reply: dict[str, Any] = messages.result(answer)
+        return reply
 
     def left(self, address: str) -> str | None:
         """A worker is gone; return the node that it was on."""
@@ -151,7 +169,8 @@ class Nodes:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await joined.wait()
-                        deadline = loop.time() + NODE_GRACE_S
+                if self.workers_of(node):
+                    deadline = loop.time() + NODE_GRACE_S
             if loop.time() >= deadline:
                 where = f"node {node}" if node else "the cluster"
                 problem = next(iter(self.open_errors.values()), None)

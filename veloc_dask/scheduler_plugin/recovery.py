@@ -127,12 +127,7 @@ class Recovery:
             self._install(ts)
             self.counts["loads"] += 1
             # Dask does not wait for a task one of whose dependencies erred; the loader has none any more
-            self._scheduler.loop.add_callback(self._nudge, key)
-
-    def _nudge(self, key: Key) -> None:
-        ts = self._scheduler.tasks.get(key)
-        if ts is not None and ts.state == "released" and internals.is_loader(ts) and (ts.who_wants or ts.waiters):
-            self._scheduler.transitions({key: "waiting"}, stimulus_id="veloc-recover")
+            self._scheduler.loop.add_callback(internals.compute_if_wanted, self._scheduler, key)
 
     def _install(self, ts: TaskState) -> None:
         task, workers = self._loader(ts.key, self.snapshots[ts.key])

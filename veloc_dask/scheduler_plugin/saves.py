@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("veloc_dask")
 
+SEAL_TRIES = 3
 ORDER_BATCH = 256  # blocks in one message to a worker
 
 
@@ -236,16 +237,23 @@ class SaveDriver:
     async def _seal(self) -> None:
         """Write table and root to every node that holds blocks: level ``local``."""
         save = self.save
-        try:
-            if self.space.config.local:  # else all blocks are on the remote tier already
-                root = roots.encode(await self._write_table(run=None))
-                for node in sorted(set(save.nodes)) or [""]:
-                    await self.space.nodes.call(node, "write_root", root=root)
-        except TierError as error:
-            if self.space.config.remote is None:
-                raise
-            logger.warning("%s does not become local, only durable: %s", save.directory, error)
-            return
+        for attempt in range(SEAL_TRIES):
+            try:
+                if self.space.config.local:  # else all blocks are on the remote tier already
+                    root = roots.encode(await self._write_table(run=None))
+                    for node in sorted(set(save.nodes)) or [""]:
+                        await self.space.nodes.call(node, "write_root", root=root)
+                break
+            except BlockLost:
+                # a node went before it had its part of the table: its blocks are captured again, or the save has failed
+                await self._until(self._all_captured)
+                if attempt == SEAL_TRIES - 1:
+                    raise
+            except TierError as error:
+                if self.space.config.remote is None:
+                    raise
+                logger.warning("%s does not become local, only durable: %s", save.directory, error)
+                return
         save.level = Level.LOCAL
         save.settled = self.space.config.remote is None
         save.notify()

@@ -307,6 +307,7 @@ class VelocPlugin(SchedulerPlugin):
                 await space.nodes.wait_for(1, WORKER_TIMEOUT_S)
                 found = await catalog.gather(space)
                 space.taken.update(found.taken)
+                space.seen.update(found.seen)
                 self._background(space.retain(remote=False))  # what dead clusters left on these nodes
             except BaseException:
                 del self.spaces[wanted.name]

@@ -20,7 +20,7 @@ from veloc_dask.scheduler_plugin.nodes import Nodes
 from veloc_dask.scheduler_plugin.saves import ORDER_BATCH, BlockState, ProtectDriver, Save, SaveDriver, lost_blocks
 from veloc_dask.storage import layout, table
 from veloc_dask.storage.blocks import ItemSpec
-from veloc_dask.storage.errors import BlockLost, VelocError, VersionExists
+from veloc_dask.storage.errors import BlockLost, TierError, VelocError, VersionExists
 from veloc_dask.storage.root import Item
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Space:
         self.nodes = Nodes(plugin.scheduler, config, plugin.run_uuid)
         self.drivers: dict[str, SaveDriver] = {}  # by attempt; those that ended too, for their status
         self.taken: set[int] = set()  # versions that exist or are under way
+        self.seen: set[int] = set()  # versions of which at least a part was found
         self.leases: dict[str, Lease] = {}
         self.protected: dict[Key, tuple[ProtectDriver, int]] = {}  # key -> its block
         self._protection: ProtectDriver | None = None  # the batch that new keys go to
@@ -74,7 +75,9 @@ class Space:
     async def open_on(self, address: str, *, joining: bool = False) -> None:
         """Have a worker open the tiers, and give it what waits for its node."""
         node = await self.nodes.open_on(address, joining=joining)
-        if node is not None:
+        if node is None:
+            self.dispatch()  # what only this worker holds cannot be captured
+        else:
             for what in self._aborted:  # it may have been away when others cleaned up
                 self._send(address, "veloc-abort", **{**what, "remote": False})
             self.reflush(node)
@@ -158,6 +161,7 @@ class Space:
         """The next free number, or the given one if it is free."""
         newest = max(self.taken, default=0)
         if version is None:
+            newest = max(newest, *self.seen, 0)
             if newest >= layout.MAX_VERSION:
                 raise VersionExists(f"{self.name!r}: version numbers are used up at {newest}; save under another name")
             return newest + 1
@@ -236,6 +240,8 @@ class Space:
         self.plugin.want(key, driver, number)
         if driver.pins:
             internals.keep_keys(self.scheduler, [key], save.client)
+            # a key that Dask only remembers as lineage is computed again if nobody but us asks for it
+            self.scheduler.loop.add_callback(internals.compute_if_wanted, self.scheduler, key)
 
     def active(self) -> list[SaveDriver]:
         return [d for d in self.drivers.values() if not d.save.done]
@@ -307,7 +313,13 @@ class Space:
                 continue
             addresses = [w.address for w in ts.who_has if w.address in self.nodes.of]
             if not addresses:
-                left.append((driver, number))
+                refused = [error for w in ts.who_has if (error := self.nodes.open_errors.get(w.address)) is not None]
+                if len(refused) == len(ts.who_has):
+                    driver.fail(
+                        TierError(f"{save.describe(number)}: only a worker without usable tiers holds it: {refused[0]}")
+                    )
+                else:
+                    left.append((driver, number))
                 continue
             address = min(addresses, key=lambda a: self.nodes.outstanding[a])
             self._assign(save, number, address)
