@@ -416,3 +416,22 @@ def test_an_iterative_program_keeps_no_more_versions_than_asked(client, tmp_path
             "v00000007",
             "v00000008",
         ]
+
+
+def test_a_frame_that_dask_must_compute_to_know_its_divisions(client, tmp_path):
+    import dask.dataframe as dd
+    import pandas as pd
+
+    df = dd.from_pandas(pd.DataFrame({"a": [3, 1, 2, 0] * 5, "b": range(20)}), npartitions=2)
+    ck = vd.Checkpointer(client, "frames", local=tmp_path / "l", remote=tmp_path / "r")
+    ck.save({"d": df.set_index("a"), "x": da.ones(4, chunks=2)}).wait("durable", timeout=60)
+    assert len(ck.restore(persist=True)["d"]) == 20
+    assert ck.protect(df.sort_values("b")).npartitions == 2
+
+
+def test_a_relative_path_is_seen_from_the_client(client, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ck = vd.Checkpointer(client, "relative", local="l", remote="r")
+    monkeypatch.chdir("/")
+    ck.save({"s": 1}).wait("durable", timeout=30)
+    assert (tmp_path / "r" / "relative" / "v00000001.json").exists()

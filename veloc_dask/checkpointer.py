@@ -52,7 +52,7 @@ class Tier(msgspec.Struct, frozen=True):
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise ConfigError(f"tier {self.path!r}: expected the path of a directory")
         if self.capacity is None:
-            return TierConfig(os.fspath(self.path))
+            return TierConfig(_absolute(os.fspath(self.path)))
         try:
             nbytes = parse_bytes(self.capacity)
         except (ValueError, TypeError) as error:
@@ -61,7 +61,13 @@ class Tier(msgspec.Struct, frozen=True):
             ) from error
         if nbytes <= 0:
             raise ConfigError(f"tier {self.path}: capacity {self.capacity!r}: expected more than 0 bytes")
-        return TierConfig(os.fspath(self.path), int(nbytes))
+        return TierConfig(_absolute(os.fspath(self.path)), int(nbytes))
+
+
+def _absolute(path: str) -> str:
+    """A relative path means one seen from here; workers have other working directories."""
+    plain = path and "://" not in path and not path.startswith(("~", "$", "memory:"))
+    return os.path.abspath(path) if plain else path
 
 
 class Checkpointer:
@@ -131,7 +137,7 @@ class Checkpointer:
             raise ConfigError(f"keep {keep!r}: expected an int of at least 1")
         self.client = client
         self.name = layout.check_name(name)
-        self.remote = None if remote is None else os.fspath(remote)
+        self.remote = None if remote is None else _absolute(os.fspath(remote))
         if self.remote is not None:
             if not self.remote:
                 raise ConfigError("remote '': expected a directory or a URL, or None")
@@ -251,12 +257,12 @@ class Checkpointer:
         """
         if version is not None:
             layout.check_version(version)
-        return self._sync(self._save, value, version)
+        return self._sync(self._save, self._persist(value), version)
 
     async def _save(self, value: Any, version: int | None) -> SaveHandle:
         self._raise_pending()
         await self._opened()
-        value = collections.persist(self.client, value)
+        value = collections.persist(self.client, value)  # with an asynchronous client; else it is by now
         parts = collections.take_apart(value, allow_pickle=self._config.allow_pickle)
         plain = {}
         scattered = []  # kept until the scheduler knows of the save, which then wants them itself
@@ -279,6 +285,10 @@ class Checkpointer:
         self._watch_soon()
         return handle
 
+    def _persist(self, value: Any) -> Any:
+        """Persist in the caller's thread if there is one: Dask computes some frames (``set_index``) to know their divisions."""
+        return value if self.client.asynchronous else collections.persist(self.client, value)
+
     def _watch_soon(self) -> None:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.ensure_future(self._watch())
@@ -288,7 +298,7 @@ class Checkpointer:
         while self._handles:
             try:
                 news = await self._ask("veloc_watch", name=self.name, seen=self._seen, timeout_s=10.0)
-            except (OSError, VelocError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody follows the handles any more
                 if self.client.status == "connecting":
                     await asyncio.sleep(0.5)
                     continue
@@ -388,7 +398,11 @@ class Checkpointer:
             return default
         for note in found["notes"]:
             warnings.warn(note, RuntimeWarning, stacklevel=2)
-        value = await restoring.rebuild(self, found, select)
+        try:
+            value = await restoring.rebuild(self, found, select)
+        except BaseException:
+            await self._release(found["lease"])
+            raise
         return collections.persist(self.client, value) if persist else value
 
     # -- protect ----------------------------------------------------------------------------------------------------
@@ -402,7 +416,7 @@ class Checkpointer:
         -------
         The value with its collections persisted; go on from it.
         """
-        return self._sync(self._protect, value)
+        return self._sync(self._protect, self._persist(value))
 
     async def _protect(self, value: Any) -> Any:
         await self._opened()

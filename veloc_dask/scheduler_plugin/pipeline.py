@@ -21,9 +21,10 @@ from distributed.core import Status as WorkerStatus
 
 from veloc_dask.scheduler_plugin import internals, messages
 from veloc_dask.scheduler_plugin.internals import Key
-from veloc_dask.scheduler_plugin.worker_space import WorkerSpace, retried
+from veloc_dask.scheduler_plugin.worker_space import WorkerSpace
 from veloc_dask.storage import reader, table
 from veloc_dask.storage.blocks import ItemSpec
+from veloc_dask.storage.remote import retried
 from veloc_dask.storage.tiers import block_path
 from veloc_dask.storage.writer import FrozenBlock, Stored
 
@@ -160,7 +161,9 @@ class Pipeline:
         if isinstance(value, internals.Spilled):
             value = value.load()
         allow_pickle = order.space.config.allow_pickle
-        return order.space.writer.store(value, order.spec, order.at, order.directory, allow_pickle=allow_pickle)
+        return order.space.writer.store(
+            value, order.spec, order.at, order.directory, allow_pickle=allow_pickle, direct=order.flush
+        )
 
     def _captured(self, order: Order, nbytes: int, future: Future[Stored]) -> None:
         self._capturing -= 1

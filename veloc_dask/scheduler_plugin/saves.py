@@ -294,7 +294,10 @@ class SaveDriver:
         # a version that lost its number to another run must not be found on the nodes either
         everything = save.level < Level.LOCAL or isinstance(error, VersionExists)
         # after an error in the commit itself nobody knows whether the root exists: retention finds out, with a tombstone
-        self.space.abort(save, local=everything, remote=not self._committing or isinstance(error, VersionExists))
+        uncertain = self._committing and not isinstance(error, VersionExists)
+        # a version that stays local keeps what it has on the remote tier alone
+        needed = not everything and "" in save.nodes
+        self.space.abort(save, local=everything, remote=not (uncertain or needed))
 
     def _unpin(self) -> None:
         internals.forget_pseudo_client(self.space.scheduler, self.save.client)

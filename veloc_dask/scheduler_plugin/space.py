@@ -391,11 +391,10 @@ class Space:
         missing: Collection[int],
     ) -> None:
         driver = self.drivers.get(save)
-        self.nodes.outstanding[worker] = max(
-            0, self.nodes.outstanding[worker] - len(blocks) - len(failed) - len(missing)
-        )
         if driver is None or driver.save.done:
             return
+        reported = len(blocks) + len(failed) + len(missing)
+        self.nodes.outstanding[worker] = max(0, self.nodes.outstanding[worker] - reported)
         state = driver.save
         released = []
         for number, row, node, nbytes in blocks:
@@ -465,6 +464,9 @@ class Space:
             return self.run
 
     def ended(self, save: Save) -> None:
+        for number, worker in enumerate(save.workers):
+            if save.states[number] == BlockState.ORDERED and worker in self.nodes.outstanding:
+                self.nodes.outstanding[worker] = max(0, self.nodes.outstanding[worker] - 1)
         for number, key in enumerate(save.keys):
             if key is not None and save.states[number] != BlockState.FLUSHED:
                 self.plugin.unwant(key, self.drivers[save.attempt], number)

@@ -29,7 +29,7 @@ from veloc_dask.scheduler_plugin.worker_space import CALLS, WorkerSpace
 from veloc_dask.storage import reader, table
 from veloc_dask.storage.blocks import ItemSpec
 from veloc_dask.storage.board import process_start
-from veloc_dask.storage.errors import BlockLost, ConfigError, TierError, VelocError
+from veloc_dask.storage.errors import BlockLost, ConfigError, IntegrityError, TierError, VelocError
 from veloc_dask.storage.reader import BlockRef, Bytes, Copy
 from veloc_dask.storage.tiers import block_path
 
@@ -269,7 +269,7 @@ def load_block(refs: Sequence[bytes], otherwise: str = "") -> Any:
     try:
         return plugin.load(refs)
     except Exception as error:
-        if otherwise:
+        if otherwise and isinstance(error, IntegrityError):  # not if it is this worker that cannot read
             plugin.unreadable(worker.get_current_task())
         if otherwise == "recompute":
             logger.warning("a snapshot cannot be loaded: %s", error)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,17 +17,14 @@ from veloc_dask.scheduler_plugin import messages
 from veloc_dask.scheduler_plugin.messages import LocalPart, RemoteList, RemotePart, SpaceConfig
 from veloc_dask.storage import commit, files, layout, reader, retention, table
 from veloc_dask.storage import root as roots
-from veloc_dask.storage.errors import BlockLost, IntegrityError, TierError, VelocError, VersionExists
+from veloc_dask.storage.errors import BlockLost, IntegrityError, TierError, VersionExists
 from veloc_dask.storage.reader import BlockRef, Bytes, Copy
-from veloc_dask.storage.remote import Remote, is_permanent, open_remote
+from veloc_dask.storage.remote import Remote, open_remote, retried
 from veloc_dask.storage.tiers import Node, block_path, open_node
 from veloc_dask.storage.writer import Writer
 
 logger = logging.getLogger("veloc_dask")
 
-T = TypeVar("T")
-
-RETRY_S = (0.1, 0.5, 2.0, 5.0, 10.0)  # pauses between tries of an operation on the remote tier
 ROOT = "root.json"
 CALLS = frozenset(
     {
@@ -47,21 +42,6 @@ CALLS = frozenset(
         "verify",
     }
 )
-
-
-def retried(operation: Callable[[], T], what: str) -> T:
-    """Try an operation on the remote tier a few times; errors that cannot mend, and ours, end it at once."""
-    for pause in (*RETRY_S, None):
-        try:
-            return operation()
-        except VelocError:
-            raise
-        except OSError as error:
-            if pause is None or is_permanent(error):
-                raise TierError(f"{what}: {error}") from error
-            logger.info("%s failed, another try follows: %s", what, error)
-            time.sleep(pause * random.uniform(0.5, 1.5))
-    raise AssertionError
 
 
 class WorkerSpace:

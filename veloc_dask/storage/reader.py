@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from veloc_dask.storage import blocks, files
 from veloc_dask.storage.errors import BlockLost, IntegrityError
-from veloc_dask.storage.remote import Remote
+from veloc_dask.storage.remote import Remote, retried
 from veloc_dask.storage.table import Row
 from veloc_dask.storage.tiers import Node, block_path
 
@@ -61,10 +61,15 @@ def local_copies(node: Node, name: str, directory: str, row: Row) -> Iterator[Co
 
 
 def remote_copy(remote: Remote, name: str, directory: str, row: Row) -> Copy:
-    def read() -> Bytes:
-        return remote.get(block_path(name, directory, row.object), offset=row.offset, length=row.stored_nbytes)
+    path = block_path(name, directory, row.object)
 
-    return Copy(f"remote {remote.label}", read)
+    def get() -> Bytes:
+        try:
+            return remote.get(path, offset=row.offset, length=row.stored_nbytes)
+        except FileNotFoundError as error:
+            raise IntegrityError(f"{path}: is missing") from error  # no second try will find it
+
+    return Copy(f"remote {remote.label}", lambda: retried(get, f"reading from {remote.label}"))
 
 
 def read_verified(row: Row, copies: Iterable[Copy], *, what: str) -> Bytes:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import random
 import stat
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -22,13 +25,18 @@ import numpy as np
 import numpy.typing as npt
 
 from veloc_dask.storage import files
-from veloc_dask.storage.errors import ConfigError, IntegrityError, TierError
+from veloc_dask.storage.errors import ConfigError, IntegrityError, TierError, VelocError
 from veloc_dask.storage.faults import fault_point
+
+logger = logging.getLogger("veloc_dask")
+
+T = TypeVar("T")
 
 _PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 
 _PROBE = ".veloc-probe-"
+RETRY_S = (0.1, 0.5, 2.0, 5.0, 10.0)  # pauses between tries of an operation
 _GONE = ".gone-"  # a directory that is being deleted
 _ABANDONED_S = 3600.0
 
@@ -36,6 +44,21 @@ _ABANDONED_S = 3600.0
 def is_permanent(error: BaseException) -> bool:
     """Whether trying again cannot help."""
     return isinstance(error, OSError) and error.errno in _PERMANENT
+
+
+def retried(operation: Callable[[], T], what: str) -> T:
+    """Try an operation on the remote tier a few times; errors that cannot mend, and ours, end it at once."""
+    for pause in (*RETRY_S, None):
+        try:
+            return operation()
+        except VelocError:
+            raise
+        except OSError as error:
+            if pause is None or is_permanent(error):
+                raise TierError(f"{what}: {error}") from error
+            logger.info("%s failed, another try follows: %s", what, error)
+            time.sleep(pause * random.uniform(0.5, 1.5))
+    raise AssertionError
 
 
 class Remote(Protocol):

@@ -20,7 +20,7 @@ import msgspec
 from veloc_dask.storage import blocks
 from veloc_dask.storage.errors import TierError
 from veloc_dask.storage.placement import Policy, hybrid_naive
-from veloc_dask.storage.remote import Remote
+from veloc_dask.storage.remote import Remote, retried
 from veloc_dask.storage.table import Row
 from veloc_dask.storage.tiers import Node, block_path
 
@@ -100,9 +100,16 @@ class Writer:
         self._placing = threading.Lock()
 
     def store(
-        self, value: Any, spec: blocks.ItemSpec, index: tuple[int, ...], directory: str, *, allow_pickle: bool
+        self,
+        value: Any,
+        spec: blocks.ItemSpec,
+        index: tuple[int, ...],
+        directory: str,
+        *,
+        allow_pickle: bool,
+        direct: bool = True,
     ) -> Stored:
-        """Encode and write one block.
+        """Encode and write one block; with `direct` to the remote tier if no local one takes it.
 
         Raises
         ------
@@ -119,7 +126,7 @@ class Writer:
         failures: list[str] = []
         node = self._node.uuid
         if not self._store_local(path, sealed, encoded.stored_nbytes, failures):
-            self._store_remote(path, sealed, failures)
+            self._store_remote(path, sealed, failures, direct)
             node = ""
         row = Row(
             spec.path,
@@ -188,12 +195,13 @@ class Writer:
             else:
                 return True
 
-    def _store_remote(self, path: str, sealed: _Sealed, failures: list[str]) -> None:
-        if self._remote is not None:
+    def _store_remote(self, path: str, sealed: _Sealed, failures: list[str], direct: bool) -> None:
+        remote = self._remote
+        if remote is not None and direct:
             try:
-                self._remote.put(path, sealed)
+                retried(lambda: remote.put(path, sealed), f"remote {remote.label}")
             except OSError as error:
-                failures.append(f"remote {self._remote.label}: {error}")
+                failures.append(str(error))
             else:
                 return
         raise TierError("no tier took the block: " + "; ".join(failures or ["none is configured"]))
