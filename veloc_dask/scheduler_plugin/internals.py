@@ -17,6 +17,7 @@ from dask._task_spec import Alias, DataNode, Task
 from distributed import Future
 from distributed.protocol.serialize import deserialize_bytes
 from distributed.scheduler import ClientState
+from distributed.worker_state_machine import FreeKeysEvent
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -216,6 +217,43 @@ def forget_pseudo_client(scheduler: Scheduler, client: str) -> None:
 def group_exists(scheduler: Scheduler, prefix: str) -> bool:
     """Whether a task whose group's name begins with `prefix` is still known."""
     return any(g.startswith(prefix) for g in scheduler.task_groups)
+
+
+_STALE = ("released", "fetch", "flight", "missing", "error", "cancelled", "resumed")
+
+
+def load_without_old_dependencies(worker: Worker) -> None:
+    """Have a worker forget what a key depended on before it runs a loader of it.
+
+    A worker that has computed a key keeps its dependencies for as long as a dependent of it lives there, also when the value
+    has gone elsewhere. The next order to compute the key only adds to them, so a loader, which has none, would wait there for
+    data that nobody makes any more. Orders come from the scheduler or, by way of it, from a thief: this sees all of them.
+    """
+    original = worker.stream_handlers["compute-task"]
+
+    def compute_task(**message: Any) -> Any:
+        if type(message.get("run_spec")) is LoadTask:
+            drop_old_dependencies(worker, message["key"])
+        return original(**message)
+
+    worker.stream_handlers["compute-task"] = compute_task
+
+
+def drop_old_dependencies(worker: Worker, key: Key) -> None:
+    """Cut a key's upstream edges on a worker, and free what only they kept there."""
+    ts = worker.state.tasks.get(key)
+    if ts is None or ts.state not in _STALE or not ts.dependencies:
+        return
+    unneeded = []
+    for dependency in list(ts.dependencies):
+        dependency.dependents.discard(ts)
+        dependency.waiters.discard(ts)
+        if not dependency.dependents and dependency.state in ("released", "fetch", "missing"):
+            unneeded.append(dependency.key)
+    ts.dependencies.clear()
+    ts.waiting_for_data.clear()
+    if unneeded:
+        worker.handle_stimulus(FreeKeysEvent(keys=unneeded, stimulus_id="veloc-drop-dependencies"))
 
 
 class Spilled:

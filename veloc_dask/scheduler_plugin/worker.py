@@ -21,7 +21,7 @@ from distributed import Reschedule, get_client, get_worker
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.system import MEMORY_LIMIT
 
-from veloc_dask.scheduler_plugin import messages
+from veloc_dask.scheduler_plugin import internals, messages
 from veloc_dask.scheduler_plugin.internals import Key
 from veloc_dask.scheduler_plugin.messages import SpaceConfig
 from veloc_dask.scheduler_plugin.pipeline import FlushOrder, Order, Pipeline
@@ -71,6 +71,7 @@ class VelocWorker(WorkerPlugin):
         }
         for op, handler in orders.items():
             worker.stream_handlers[op] = self._guarded(handler)
+        internals.load_without_old_dependencies(worker)
         worker.handlers["veloc_open"] = messages.answering(self.veloc_open)
         worker.handlers["veloc_call"] = messages.answering(self.veloc_call)
         worker.loop.add_callback(self._join)
