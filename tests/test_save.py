@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -435,3 +436,26 @@ def test_a_relative_path_is_seen_from_the_client(client, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     ck.save({"s": 1}).wait("durable", timeout=30)
     assert (tmp_path / "r" / "relative" / "v00000001.json").exists()
+
+
+@pytest.mark.parametrize("way", ["optimized", "delayed", "sliced"])
+def test_a_graph_that_dask_has_taken_apart_keeps_its_version(client, tmp_path, way):
+    ck = vd.Checkpointer(client, f"apart-{way}", local=tmp_path / "l", remote=tmp_path / "r", keep=1)
+    ck.save({"x": da.arange(8, chunks=2)}).wait("durable", timeout=30)
+    x = ck.restore()["x"]
+    ways = {"optimized": dask.optimize(x + 1)[0], "delayed": x.to_delayed()[1], "sliced": x[2:]}
+    kept = ways.pop(way)
+    del ways
+    del x
+    gc.collect()
+    for step in range(3):
+        ck.save({"step": step}).wait("durable", timeout=30)
+    ck.close()
+    assert int(np.sum(client.compute(kept).result())) == {"optimized": 36, "delayed": 5, "sliced": 27}[way]
+    del kept
+    gc.collect()
+    again = vd.Checkpointer(client, f"apart-{way}", local=tmp_path / "l", remote=tmp_path / "r", keep=1)
+    deadline = time.monotonic() + 20
+    while any(e.startswith("v00000001-") for e in os.listdir(tmp_path / "r" / again.name)):
+        assert time.monotonic() < deadline
+        again.save({"more": 1}).wait("durable", timeout=30)

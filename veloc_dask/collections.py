@@ -292,12 +292,6 @@ def json_scalar(value: Any) -> Any:
     return None
 
 
-class Layer(dict[Any, Any]):
-    """The load tasks of one restored collection; when nothing refers to it any more, the lease on the version can end."""
-
-    __slots__ = ("__weakref__",)
-
-
 class Assembler:
     """Puts a version together again from its root, load tasks and plain objects.
 
@@ -323,7 +317,6 @@ class Assembler:
         self._plain = plain
         self._client = client
         self._built: dict[int, Any] = {}
-        self.layers: list[Layer] = []
 
     def build(self, node: Any) -> Any:
         kind = node["type"]
@@ -354,15 +347,14 @@ class Assembler:
                 self._built[number] = getattr(self, f"_{item.kind}")(number, item)
         return self._built[number]
 
-    def _layer(self, number: int, item: Item) -> tuple[str, Layer, list[Any]]:
+    def _layer(self, number: int, item: Item) -> tuple[str, dict[Any, Any], list[Any]]:
         name = f"{self._prefix}-{number}"
         indices = list(itertools.product(*map(range, item.spec.grid)))
         keys = [(name, *(index or (0,))) if item.kind != "array" else (name, *index) for index in indices]
-        layer = Layer({key: self._task(key, number, position) for position, key in enumerate(keys)})
-        self.layers.append(layer)
+        layer = {key: self._task(key, number, position) for position, key in enumerate(keys)}
         return name, layer, keys
 
-    def _graph(self, name: str, layer: Layer) -> HighLevelGraph:
+    def _graph(self, name: str, layer: dict[Any, Any]) -> HighLevelGraph:
         return HighLevelGraph({name: MaterializedLayer(layer)}, {name: set()})
 
     def _array(self, number: int, item: Item) -> Any:
@@ -370,6 +362,9 @@ class Assembler:
         recipe = item.recipe
         chunks = tuple(tuple(math.nan if c is None else c for c in dim) for dim in recipe["chunks"])
         text = recipe["dtype"]
+        whole = tuple(map(sum, chunks))
+        if tuple(map(len, chunks)) != item.spec.grid or (item.spec.form == "array" and whole != item.spec.shape):
+            raise IntegrityError(f"item {item.spec.path!r}: its chunks {chunks} do not fit its grid {item.spec.grid}")
         if "meta" in recipe:
             meta = self.item(recipe["meta"])
             return da.Array(self._graph(name, layer), name, chunks, meta=meta, dtype=meta.dtype)

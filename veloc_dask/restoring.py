@@ -28,21 +28,47 @@ async def rebuild(checkpointer: Checkpointer, found: dict[str, Any], select: Seq
     assert isinstance(root, roots.Root)
     what = f"{checkpointer.name!r} version {root.version}"
     refs = await asyncio.to_thread(block_refs, root, found["segments"], what=what)
-    structure = collections.select_nodes(root.structure, select, what)
-    needed = collections.items_in(structure, root.items)
+    try:
+        structure = collections.select_nodes(root.structure, select, what)
+        needed = collections.items_in(structure, root.items)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, VelocError):
+            raise
+        raise IntegrityError(
+            f"{what}: its root has no structure ({type(error).__name__}: {error}); it was changed"
+        ) from error
     plain = await _read_plain(checkpointer, root, refs, needed, what)
 
-    def task(key: Any, item: int, position: int) -> Any:
-        return internals.load_task(key, load_block, [refs[item][position]])
+    lease = Lease(found["lease"])
+    _release_with(checkpointer, lease)
 
-    prefix = f"veloc-load-{found['lease']}"
-    assembler = collections.Assembler(root.items, prefix, task, plain, checkpointer.client)
-    value = assembler.build(structure)
-    if assembler.layers:
-        _release_with(checkpointer, found["lease"], assembler.layers)
-    else:
-        await checkpointer._release(found["lease"])
-    return value
+    def task(key: Any, item: int, position: int) -> Any:
+        return internals.load_task(key, load_block, [refs[item][position]], "", lease)
+
+    assembler = collections.Assembler(root.items, f"veloc-load-{lease.id}", task, plain, checkpointer.client)
+    try:
+        return assembler.build(structure)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        raise IntegrityError(
+            f"{what}: its root does not describe what it holds ({type(error).__name__}: {error}); it was changed, or written by "
+            "another program"
+        ) from error
+
+
+class Lease:
+    """Lives for as long as a load task of a restored graph does in this process, in whatever graph Dask has put it.
+
+    It stays here: what is sent to the cluster holds None in its place.
+    """
+
+    def __init__(self, lease_id: str) -> None:
+        self.id = lease_id
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+    def __dask_tokenize__(self) -> str:
+        return self.id
 
 
 def block_refs(root: roots.Root, segments: dict[str, bytes], *, what: str) -> dict[int, list[bytes]]:
@@ -106,17 +132,14 @@ async def _read_plain(
     return dict(zip(numbers, await asyncio.gather(*(read(n) for n in numbers)), strict=True))
 
 
-def _release_with(checkpointer: Checkpointer, lease: str, layers: list[collections.Layer]) -> None:
-    """Tell the scheduler when no graph of this restore exists in this process any more."""
-    left = len(layers)
+def _release_with(checkpointer: Checkpointer, lease: Lease) -> None:
+    """Tell the scheduler when no load task of this restore exists in this process any more."""
+    lease_id = lease.id
     reference = weakref.ref(checkpointer)
 
     def gone() -> None:
-        nonlocal left
-        left -= 1
         alive = reference()
-        if left <= 0 and alive is not None and alive.client.status == "running":
-            alive._loop_call(lambda: alive._background(alive._release(lease)))
+        if alive is not None and alive.client.status == "running":
+            alive._loop_call(lambda: alive._background(alive._release(lease_id)))
 
-    for layer in layers:
-        weakref.finalize(layer, gone).atexit = False
+    weakref.finalize(lease, gone).atexit = False

@@ -247,7 +247,7 @@ class VelocWorker(WorkerPlugin):
         self.worker.loop.add_callback(self.worker.batched_send, {"op": "veloc-unreadable", "key": key})
 
 
-def load_block(refs: Sequence[bytes], otherwise: str = "") -> Any:
+def load_block(refs: Sequence[bytes], otherwise: str = "", lease: object = None) -> Any:
     """What a load task runs: the block's value from its nearest verified copy.
 
     Parameters
@@ -257,6 +257,8 @@ def load_block(refs: Sequence[bytes], otherwise: str = "") -> Any:
     otherwise
         If none can be read: "recompute" hands the key back to Dask's lineage, "raise" reports that there is none,
         "" is a task of a restored graph, which has no other way.
+    lease
+        Not used here: it keeps the restored version while the client has the task.
     """
     try:
         worker = get_worker()

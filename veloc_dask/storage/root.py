@@ -20,13 +20,14 @@ from veloc_dask.storage.errors import IntegrityError
 FORMAT = "veloc_dask"
 FORMAT_VERSION = 1
 MAX_ROOT_NBYTES = 64 << 20
+KINDS = frozenset({"array", "frame", "bag", "delayed", "future", "object", "meta"})  # meta describes another item
 _MAX_NDIM = 64  # numpy's; the product of a million dimensions would take hours
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One collection or object inside a version."""
 
-    kind: str  # array, frame, bag, delayed, future, object; meta describes another item
+    kind: str  # one of KINDS
     spec: ItemSpec
     recipe: dict[str, Any] = {}  # what `kind` needs to be rebuilt; JSON
     view: bool = True  # whether zarr.json describes its files (False: only the block table does)
@@ -121,6 +122,10 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
         if layout.parse_attempt(root.directory) is None:
             raise IntegrityError(f"{where}: {root.attempt!r} is not an attempt")
         for item in root.items:
+            if item.kind not in KINDS:
+                raise IntegrityError(
+                    f"{where}: item {item.spec.path!r} is of a kind, {item.kind!r}, that is not known here"
+                )
             grid = item.spec.grid
             if item.spec.form not in ("array", "blocks") or len(grid) > _MAX_NDIM or min(grid, default=0) < 0:
                 raise IntegrityError(
@@ -133,7 +138,8 @@ def decode(data: Any, *, where: str) -> Root | Tombstone:
         sizes += [n for i in root.items for n in (*i.spec.grid, *i.spec.shape, *i.spec.chunk)]
         if min(sizes) < 0:
             raise IntegrityError(f"{where}: a negative size; the root is not trustworthy")
-        if sum(math.prod(item.spec.grid) for item in root.items) != root.nblocks:
+        blocks = sum(math.prod(item.spec.grid) for item in root.items)
+        if not blocks == root.nblocks == sum(s.nrows for s in root.segments):
             raise IntegrityError(f"{where}: its items do not have {root.nblocks} blocks; the root was changed")
     return root
 
