@@ -23,6 +23,12 @@ NAME = "n"
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 
 
+@pytest.fixture(autouse=True)
+def no_second_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails here fails for ever: waiting between the tries would take minutes."""
+    monkeypatch.setattr("veloc_dask.storage.remote.RETRY_S", ())
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = open_node([TierConfig(str(tmp_path / "tier"))])

@@ -258,3 +258,22 @@ def test_a_worker_that_joins_later_takes_part(tmp_path):
         opened = client.run(lambda dask_worker: list(dask_worker.plugins[VelocWorker.name].spaces))
         assert list(opened.values()) == [["joining"]] * 3
         np.testing.assert_array_equal(ck.restore()["x"].compute(), np.arange(30))
+
+
+def test_a_default_is_not_taken_for_versions_that_cannot_be_read(threads, tmp_path):
+    ck = vd.Checkpointer(threads, "unreadable", local=tmp_path / "local", remote=tmp_path / "remote")
+    for step in (1, 2):
+        ck.save({"step": step}).wait("durable", timeout=30)
+    ck.close()
+    for path in pathlib.Path(tmp_path / "local").rglob("root.json"):
+        path.unlink()
+    ck = vd.Checkpointer(threads, "unreadable", local=tmp_path / "local", remote=tmp_path / "remote")
+    flip(tmp_path / "remote" / "unreadable" / "v00000002.json")
+    with pytest.warns(RuntimeWarning, match="cannot be read is passed over"):
+        assert ck.restore(default="from nothing") == {"step": 1}
+    flip(tmp_path / "remote" / "unreadable" / "v00000001.json")
+    with pytest.raises(vd.IntegrityError, match="no complete version can be read"):
+        ck.restore(default="from nothing")
+    os.rename(tmp_path / "remote", tmp_path / "elsewhere")
+    with pytest.raises(vd.TierError, match="is not there any more"):
+        ck.restore(default="from nothing")

@@ -28,6 +28,12 @@ OLD, NEW = 1, 2
 ATTEMPT = "a" * 32
 
 
+@pytest.fixture(autouse=True)
+def no_second_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails here fails for ever: waiting between the tries would take minutes."""
+    monkeypatch.setattr("veloc_dask.storage.remote.RETRY_S", ())
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
     """A directory in memory, if there is such a thing: the loops sync thousands of files."""

@@ -29,6 +29,12 @@ STORED = MIB + 4  # with its checksum
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
 
 
+@pytest.fixture(autouse=True)
+def no_second_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails here fails for ever: waiting between the tries would take minutes."""
+    monkeypatch.setattr("veloc_dask.storage.remote.RETRY_S", ())
+
+
 def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:

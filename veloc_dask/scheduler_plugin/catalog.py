@@ -8,13 +8,12 @@ silence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from veloc_dask.scheduler_plugin.messages import LocalPart, RemoteList, Version
-from veloc_dask.storage.errors import BlockLost, CheckpointNotFound, VelocError
+from veloc_dask.storage.errors import BlockLost, CheckpointNotFound, IntegrityError, VelocError
 
 if TYPE_CHECKING:
     from veloc_dask.scheduler_plugin.space import Space
@@ -26,6 +25,7 @@ class Catalog(msgspec.Struct):
     versions: list[Version]  # ascending; of one number the best one
     taken: set[int]  # numbers that cannot be used any more
     seen: set[int]  # numbers of which at least a part was found
+    problems: list[str]  # roots that cannot be read
 
 
 async def gather(space: Space) -> Catalog:
@@ -62,7 +62,7 @@ async def gather(space: Space) -> Catalog:
     taken = {*remote.taken, *usable}
     for problem in remote.problems:
         logger.warning("%s: %s", space.name, problem)
-    return Catalog([found[v] for v in sorted(found)], taken, set(found))
+    return Catalog([found[v] for v in sorted(found)], taken, set(found), list(remote.problems))
 
 
 def _local_version(directory: str, held: list[LocalPart]) -> Version:
@@ -84,9 +84,13 @@ def _local_version(directory: str, held: list[LocalPart]) -> Version:
     )
 
 
-def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple[Version, list[str]]:
-    """The version to restore, and what to tell the user about newer ones that cannot be."""
-    known = sorted(versions, key=lambda v: v.version)
+def choose(name: str, catalog: Catalog, version: int | None) -> tuple[Version, list[str]]:
+    """The version to restore, and what to tell the user about newer ones that cannot be.
+
+    "There is none" is only said where none is there: a root that cannot be read (damaged, or of a newer format) is an error,
+    or the caller would begin again from nothing.
+    """
+    known = catalog.versions
     complete = [v for v in known if v.level != "incomplete"]
     if version is not None:
         for v in known:
@@ -96,6 +100,8 @@ def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple
                     "(wait_for= waits for them), or restore another version"
                 )
         complete = [v for v in complete if v.version == version]
+    if not complete and catalog.problems:
+        raise IntegrityError(f"{name!r}: no complete version can be read, but there is {'; '.join(catalog.problems)}")
     if not complete:
         there = ", ".join(str(v.version) for v in known if v.level != "incomplete") or "none"
         what = f"{name!r} version {version}" if version is not None else f"a complete version of {name!r}"
@@ -106,12 +112,14 @@ def choose(name: str, versions: Iterable[Version], version: int | None) -> tuple
     best = complete[-1]
     newer = [v for v in known if version is None and v.version > best.version]
     notes = [f"{name!r} version {v.version} is newer but incomplete: {v.problem}" for v in newer]
+    if version is None:
+        notes += [f"{name!r}: a version that cannot be read is passed over: {p}" for p in catalog.problems]
     return best, notes
 
 
 async def fetch(space: Space, version: int | None, client: str) -> dict[str, Any]:
     """Root and table of a version for a client, under a lease that keeps its blocks."""
-    best, notes = choose(space.name, (await gather(space)).versions, version)
+    best, notes = choose(space.name, await gather(space), version)
     lease_id = space.lease(best.directory, client)
     try:
         if best.level == "durable":
@@ -153,7 +161,7 @@ async def delete(space: Space, version: int) -> None:
 
 async def verify(space: Space, version: int | None) -> dict[str, Any]:
     """Read every block of a version and check it, on its nodes or on the remote tier."""
-    best, notes = choose(space.name, (await gather(space)).versions, version)
+    best, notes = choose(space.name, await gather(space), version)
     remote = best.level == "durable"
     if remote:
         replies = [await space.nodes.call("", "verify", directory=best.directory, version=best.version, remote=True)]

@@ -215,7 +215,11 @@ class PosixRemote:
     def names(self, path: str) -> list[str]:
         try:
             return sorted(os.listdir(self._path(path)))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not os.path.isdir(self.root):  # gone or not mounted, which is not the same as empty
+                raise TierError(
+                    f"remote {self.root}: is not there any more ({error}); mount it, or restore it"
+                ) from error
             return []
 
     def remove(self, path: str) -> None:
