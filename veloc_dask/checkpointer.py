@@ -1,4 +1,7 @@
-"""The public face: `Checkpointer` saves, restores and protects what a Dask cluster holds, under one name."""
+"""The public face: `Checkpointer` saves, restores and protects what a Dask cluster holds, under one name.
+
+Over 450 lines since each public method carries its documentation; what they do lies in `collections` and `restoring`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Knows which worker has opened the name's tiers (and so may be given work), sends orders to workers in batches, and takes their
 reports. Asks a worker for everything that touches storage. What a save needs next is decided in `saves`.
+
+Over 450 lines, because orders, reports, protection and retention all change the same tables and are read together.
 """
 
 from __future__ import annotations
